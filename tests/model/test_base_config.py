@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tunebook.model.base_config import ENCODERS, read_quantizer, why_not_causal
+from tunebook.model.base_config import ENCODERS, non_causal_reason, read_quantizer
 
 from ..base_models import write_model
 
@@ -51,15 +51,15 @@ def test_what_quantized_the_weights(model, stated, quantizer):
     ids=str,
 )
 def test_only_what_continues_a_text_is_causal(model, changes, said):
-    found = why_not_causal(model(**changes))
+    found = non_causal_reason(model(**changes))
     assert found is None if said is None else said in found
 
 
 def test_code_of_its_own_decides_what_a_model_is_for(model):
     named = model(architectures=["XForReward"], auto_map={"AutoModelForCausalLM": "modeling_x.XForReward"})
-    assert why_not_causal(named) is not None
+    assert non_causal_reason(named) is not None
     named.trust_remote_code = True
-    assert why_not_causal(named) is None
+    assert non_causal_reason(named) is None
 
 
 def test_no_encoder_that_transformers_has_a_causal_head_for_is_forgotten():

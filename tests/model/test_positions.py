@@ -15,7 +15,7 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.facts.architectures import YARN_ARCHITECTURES
 from tunebook.model.load import load_architecture
-from tunebook.model.positions import positions_of, stretch_positions, why_not_stretched
+from tunebook.model.positions import positions_of, stretch_positions, yarn_refusal
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -127,5 +127,5 @@ def test_positions_by_factor():
 )
 def test_the_plan_reads_the_config_of_a_local_model(tmp_path, stated, reason):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | stated))
-    found = why_not_stretched(ModelConfig(path=str(tmp_path), facts=facts(), yarn_factor=2))
+    found = yarn_refusal(ModelConfig(path=str(tmp_path), facts=facts(), yarn_factor=2))
     assert found is None if reason is None else reason in found

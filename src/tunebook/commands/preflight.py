@@ -13,7 +13,7 @@ from tunebook.evaluate.task_files import resolve_task
 from tunebook.launch.commands import is_later_node
 from tunebook.launch.container import is_contained
 from tunebook.launch.slurm import check_job
-from tunebook.model.hub import why_no_upload
+from tunebook.model.hub import upload_problem
 from tunebook.model.load import check_model
 from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import Draft, refuse_too_large
@@ -37,7 +37,7 @@ def require_runnable(job: Draft) -> None:
 def require_machine(resolution: Resolution) -> None:
     """Refuse a run that this machine's hardware or packages cannot start. Raises: RequestError, RulesError."""
     if resolution.problem is not None:
-        raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
+        raise RequestError(resolution.not_runnable_reason, problem_id=resolution.problem.id)
     if missing := check_environment(resolution.config):
         raise RulesError(missing)
 
@@ -54,7 +54,7 @@ def check_launcher(config: RunConfig) -> None:
 
 def check_upload(name: str | None) -> None:
     """Refuse `training.push_to_hub` without a network or an account. Raises: RequestError."""
-    if name is not None and (why := why_no_upload()):
+    if name is not None and (why := upload_problem()):
         raise RequestError(
             f"training.push_to_hub={name}: {why}; or train without: training.push_to_hub=null",
             problem_id="upload-not-possible",

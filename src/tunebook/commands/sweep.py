@@ -167,7 +167,7 @@ def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
             problem_id="sweep-jobs",
         )
     if draft.resolved.problem is not None:
-        raise RequestError(draft.resolved.why_not_runnable, problem_id=draft.resolved.problem.id)
+        raise RequestError(draft.resolved.not_runnable_reason, problem_id=draft.resolved.problem.id)
     if draft.missing_data is not None:
         raise draft.missing_data
 

@@ -78,13 +78,13 @@ def check_run_folder(config: RunConfig, folder: Path) -> None:
     """Check that a run can start or resume in a folder that the user named. Raises: RequestError if it cannot."""
     if not folder.exists() or (folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())):
         return
-    if reason := _why_taken(config, folder):
+    if reason := _folder_conflict(config, folder):
         raise RequestError(
             f"--run-folder {folder}: {reason}; name a folder that is new or empty", problem_id="run-folder-taken"
         )
 
 
-def _why_taken(config: RunConfig, folder: Path) -> str | None:
+def _folder_conflict(config: RunConfig, folder: Path) -> str | None:
     if not folder.is_dir():
         return "this is a file"
     if not is_run(folder):

@@ -116,7 +116,7 @@ def read_quantizer(model: ModelConfig) -> str | None:
     return "bitsandbytes_4bit" if stated.get("load_in_4bit") else "bitsandbytes_8bit"
 
 
-def why_not_causal(model: ModelConfig) -> str | None:
+def non_causal_reason(model: ModelConfig) -> str | None:
     """Why the model by its config.json cannot continue a text; None if it may."""
     config = read_config(model)
     if config is None or (model.trust_remote_code and config.get("auto_map")):  # that code decides

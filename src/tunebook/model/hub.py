@@ -23,7 +23,7 @@ def is_out_of_reach(error: BaseException) -> bool:
     return any(isinstance(one, kinds) or "connect" in type(one).__name__.lower() for one in causes(error))
 
 
-def why_no_upload() -> str | None:
+def upload_problem() -> str | None:
     """Why nothing can be uploaded, and what to do; None if the hub accepts the account."""
     from huggingface_hub import HfApi
 

@@ -32,7 +32,7 @@ def positions_of(model: ModelConfig) -> int | None:
     return round((model.yarn_original_positions or model.facts.max_position_embeddings) * model.yarn_factor)
 
 
-def why_not_stretched(model: ModelConfig) -> str | None:
+def yarn_refusal(model: ModelConfig) -> str | None:
     """Why YaRN cannot stretch the model's positions; None if it can, as far as is known without loading it.
 
     Raises: as `read_config`.
@@ -47,10 +47,10 @@ def why_not_stretched(model: ModelConfig) -> str | None:
         is_llama = (facts.architecture, facts.max_position_embeddings) == _LLAMA_3_1
         return "Llama 3.1 and later come with stretched positions (llama3)" if is_llama else None
     text = config.get("text_config", config)
-    return _why_not_plain(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    return _rope_refusal(text.get("rope_parameters") or text.get("rope_scaling") or {})
 
 
-def _why_not_plain(rope: dict[str, Any]) -> str | None:
+def _rope_refusal(rope: dict[str, Any]) -> str | None:
     kind = rope.get("rope_type") or rope.get("type") or _PLAIN
     if any(isinstance(value, dict) for value in rope.values()):
         return "its layers have positions of several kinds"
@@ -71,7 +71,7 @@ def stretch_positions(architecture: PretrainedConfig, model: ModelConfig) -> Non
     original = model.yarn_original_positions
     if rope | wanted == rope and original in (None, rope["original_max_position_embeddings"]):
         return
-    reason = _why_not_plain(rope) if rope else f"{type(architecture).__name__} has no rotary positions"
+    reason = _rope_refusal(rope) if rope else f"{type(architecture).__name__} has no rotary positions"
     if reason is not None:
         raise RequestError(
             f"model.yarn_factor={model.yarn_factor:g} cannot stretch this model: {reason}; type model.yarn_factor=null",

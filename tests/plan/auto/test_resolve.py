@@ -56,7 +56,7 @@ def test_two_h200(undecided, machine):
         "training.micro_batch_size": 1,
         "activation.checkpointing": "disabled",
     }
-    assert (resolution.problem, resolution.why_not_runnable) == (None, "")
+    assert (resolution.problem, resolution.not_runnable_reason) == (None, "")
     assert all(choice.why for choice in resolution.choices)
     assert undecided == before
 

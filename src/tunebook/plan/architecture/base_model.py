@@ -10,7 +10,7 @@ from __future__ import annotations
 from tunebook.config.choices import Weights
 from tunebook.config.model_facts import ModelFacts, facts_of_hub_name
 from tunebook.config.schema import ModelConfig
-from tunebook.model.base_config import config_file, read_config, read_quantizer, why_not_causal
+from tunebook.model.base_config import config_file, non_causal_reason, read_config, read_quantizer
 from tunebook.plan.architecture import facts_of_file, with_layers
 
 # peft=qlora quantizes a base to this format while reading it, and accepts it as it is. Tunebook trains over no other
@@ -48,4 +48,4 @@ def facts_of_book(model: ModelConfig) -> tuple[str, ModelFacts] | None:
 def _is_refused_anyway(model: ModelConfig) -> bool:
     """Whether a rule refuses the model whatever its facts are, so that building it would be wasted."""
     quantizer = None if model.weights is Weights.random else read_quantizer(model)
-    return quantizer not in (None, OWN_QUANTIZER) or why_not_causal(model) is not None
+    return quantizer not in (None, OWN_QUANTIZER) or non_causal_reason(model) is not None

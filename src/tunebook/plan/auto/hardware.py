@@ -20,7 +20,7 @@ def decide_hardware(decisions: Decisions, machine: Machine) -> None:
     decisions.decide("hardware.memory_gib", lambda: _memory_gib(config, gpus, machine.host_memory_gib))
 
 
-def _why_one_gpu(config: RunConfig, gpus: list[Gpu]) -> str | None:
+def _single_gpu_reason(config: RunConfig, gpus: list[Gpu]) -> str | None:
     """Why a run uses one GPU of several; None if it uses all. A named strategy is used as it is, or refused."""
     if strategy_facts(config).runs_on_one:
         return f"parallelism={config.parallelism.strategy.name} runs on one"
@@ -36,7 +36,7 @@ def _generation(config: RunConfig, gpus: list[Gpu]) -> tuple[Generation, str]:
     hardware, launcher = config.hardware, config.launcher.name
     if gpus:
         counts = [f"{sum(gpu.name == name for gpu in gpus)} x {name}" for name in sorted({gpu.name for gpu in gpus})]
-        is_alone = hardware.gpus_per_node is None and _why_one_gpu(config, gpus) is not None
+        is_alone = hardware.gpus_per_node is None and _single_gpu_reason(config, gpus) is not None
         oldest = min(gpus, key=lambda gpu: gpu.compute_capability)
         taken = gpus[0] if is_alone or hardware.gpus_per_node == 1 else oldest
         return taken.generation, f"{', '.join(counts)} found here"
@@ -48,7 +48,7 @@ def _generation(config: RunConfig, gpus: list[Gpu]) -> tuple[Generation, str]:
 
 def _gpus_per_node(config: RunConfig, gpus: list[Gpu]) -> tuple[int, str]:
     hardware = config.hardware
-    if why := _why_one_gpu(config, gpus):
+    if why := _single_gpu_reason(config, gpus):
         return 1, why
     if gpus:
         return len(gpus), "all that are found here"

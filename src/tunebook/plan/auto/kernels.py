@@ -36,7 +36,7 @@ def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple
 
     `missing_for_triton`: what Triton needs and the launching machine lacks.
     """
-    why = why_not_compiled(config)
+    why = uncompiled_reason(config)
     if why is None and missing_for_triton is not None:
         why = f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
     if why is None and _is_too_short(config):
@@ -44,7 +44,7 @@ def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple
     return why is None, why or "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
 
 
-def why_not_compiled(config: RunConfig) -> str | None:
+def uncompiled_reason(config: RunConfig) -> str | None:
     """The first reason why compiled blocks cannot work in a configuration or are untested there; None if they work."""
     compute, facts, settings = config.precision.compute, config.model.facts, config.parallelism
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation

@@ -49,7 +49,7 @@ class Resolution:
         return found
 
     @property
-    def why_not_runnable(self) -> str:
+    def not_runnable_reason(self) -> str:
         """Why it cannot run here and what to type instead; empty if it can run."""
         return f"{self.problem.message}; try {self.problem.fix}" if self.problem is not None else ""
 

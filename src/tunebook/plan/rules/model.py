@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from tunebook.config.book import TRAINING_TEMPLATE
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.errors import RequestError
-from tunebook.model.base_config import model_folder_problem, why_not_causal
+from tunebook.model.base_config import model_folder_problem, non_causal_reason
 from tunebook.model.chat_templates import read_chat_template
-from tunebook.model.positions import positions_of, why_not_stretched
+from tunebook.model.positions import positions_of, yarn_refusal
 from tunebook.plan.rules.frame import Finding, rule
 
 
@@ -38,7 +38,7 @@ def model_not_causal(config: RunConfig) -> Iterator[Finding]:
     Another head has another loss, and an encoder sees the token that it should predict. What transformers has no
     causal language model for is found earlier.
     """
-    if reason := why_not_causal(config.model):
+    if reason := non_causal_reason(config.model):
         yield Finding(reason, "model.path" if config.model.path else "model.name")
 
 
@@ -61,7 +61,7 @@ def yarn_not_possible(config: RunConfig) -> Iterator[str | Finding]:
     Other positions have no rotation speed to change, or would be stretched twice.
     """
     model = config.model
-    if model.yarn_factor is not None and (reason := why_not_stretched(model)) is not None:
+    if model.yarn_factor is not None and (reason := yarn_refusal(model)) is not None:
         yield f"YaRN cannot stretch this model's positions: {reason}"
     if model.yarn_factor is None and model.yarn_original_positions is not None:
         message = "this has no effect without model.yarn_factor"
