@@ -295,7 +295,8 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
             if state is not None and state.text() != last:
                 last = state.text()
                 print_text(f"job {job_id}: {last}", console)
-            if state is None or state.has_ended:
+            # A job with a dead node completes for minutes; its run has recorded how it ended.
+            if state is None or state.has_ended or (state.name == "COMPLETING" and _has_ended(folder)):
                 break
             time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a network file system may show the last lines late
@@ -340,6 +341,11 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
 
     with handling_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ask, takes_ignored=True):
         yield
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether the run has ended for good; one that was stopped may be requeued."""
+    return read_manifest(folder)["status"]["state"] not in (RunState.running.name, RunState.stopped.name)
 
 
 def _exit_code(job_id: str, folder: Path, state: JobState | None) -> int:
