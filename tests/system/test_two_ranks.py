@@ -38,7 +38,7 @@ if os.environ.get("RANK") == "1":
 
     def is_asked_to_stop(trainer):
         callbacks = trainer.callback_handler.callbacks
-        return any(isinstance(callback, StopOnRequest) and callback.request.name for callback in callbacks)
+        return any(isinstance(callback, StopOnRequest) and callback.request.in_file() for callback in callbacks)
 
     def broken(self, *args, **kwargs):
         if self.state.global_step == 3:
