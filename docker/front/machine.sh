@@ -172,6 +172,6 @@ gpu_access() { # prints how Docker gives GPUs to containers: runtime, cdi or not
     echo runtime
   elif [[ $engine_info =~ \"CDISpecDirs\":\[([^]]+)\] ]]; then
     IFS=, read -r -a folders <<< "${BASH_REMATCH[1]//\"/}"
-    if grep -qsr nvidia.com/gpu "${folders[@]}"; then echo cdi; fi
+    if grep -qsr --include='*.json' --include='*.yaml' nvidia.com/gpu "${folders[@]}"; then echo cdi; fi
   fi
 }
