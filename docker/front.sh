@@ -74,7 +74,7 @@ run_command() { # run_command COMMAND [ARGUMENT...]
 # a signal twice or not at all, and a run takes a second Ctrl-C as "do not save". So compose runs in a session of its
 # own, which only this script reaches, and the script signals the container.
 
-container="" num_signals=0 is_delivered=""
+container="" compose_process="" num_signals=0 is_delivered=""
 
 run_in_container() { # run_in_container WHY COMMAND [ARGUMENT...]
   local why=$1 service=$2 compose=(docker compose) words
@@ -144,9 +144,10 @@ run_stoppable() { # run_stoppable WORD...; ends this script with the container's
     trap "forward $name" "$name"
   done
   setsid "$@" <&0 &
+  compose_process=$!
   while true; do # a signal interrupts `wait`
     seen=$num_signals
-    wait "$!" && again=0 || again=$?
+    wait "$compose_process" && again=0 || again=$?
     # 127: it was waited for already; -1: bash 5.2 lost its status while a trap ran, and the signal's stays.
     if ((again >= 0 && again != 127)); then code=$again; fi
     if [ "$num_signals" = "$seen" ]; then break; fi
@@ -159,11 +160,16 @@ run_stoppable() { # run_stoppable WORD...; ends this script with the container's
 
 forward() { # forward SIGNAL; before the container runs there is nothing to save, and compose is ended
   num_signals=$((num_signals + 1))
-  if setsid docker kill --signal "$1" "$container" > /dev/null 2>&1; then
-    is_delivered=1
-  elif [ -z "$is_delivered" ]; then
-    kill "${!:-}" 2> /dev/null || true
-  fi
+  if [ -z "${compose_process:=${!:-}}" ]; then exit 130; fi
+  if signal_container "$1"; then return; fi
+  if [ -n "$is_delivered" ]; then return; fi # the container has ended since
+  kill "$compose_process" 2> /dev/null || true
+  # Compose ignores a signal that comes while it creates the container, and then starts it.
+  while kill -0 "$compose_process" 2> /dev/null && ! signal_container "$1"; do sleep 0.2; done
+}
+
+signal_container() { # signal_container SIGNAL
+  setsid docker kill --signal "$1" "$container" > /dev/null 2>&1 && is_delivered=1
 }
 
 # Bash ends on Ctrl-C only if the program that it waits for dies of it. Docker and nvidia-smi may catch it and end with
