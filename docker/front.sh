@@ -161,8 +161,8 @@ run_stoppable() { # run_stoppable WORD...; ends this script with the container's
 forward() { # forward SIGNAL; before the container runs there is nothing to save, and compose is ended
   num_signals=$((num_signals + 1))
   if [ -z "${compose_process:=${!:-}}" ]; then exit 130; fi
-  if signal_container "$1"; then return; fi
-  if [ -n "$is_delivered" ]; then return; fi # the container has ended since
+  # Without the 0, `return` in a trap has the status of what the signal interrupted.
+  if signal_container "$1" || [ -n "$is_delivered" ]; then return 0; fi
   kill "$compose_process" 2> /dev/null || true
   # Compose ignores a signal that comes while it creates the container, and then starts it.
   while kill -0 "$compose_process" 2> /dev/null && ! signal_container "$1"; do sleep 0.2; done
