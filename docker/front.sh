@@ -154,6 +154,8 @@ run_stoppable() { # run_stoppable WORD...; ends this script with the container's
   done
   # Compose ends before the container if the terminal that it writes to is closed.
   if [ "$code" != 0 ] && again=$(setsid docker wait "$container" 2> /dev/null); then code=$again; fi
+  # Compose may end with 0 if it is stopped before it has started the container.
+  if [ "$code" = 0 ] && [ "$num_signals" -gt 0 ] && [ -z "$is_delivered" ]; then code=130; fi
   setsid docker rm --force "$container" > /dev/null 2>&1 || true
   exit "$code"
 }
