@@ -293,9 +293,7 @@ def test_the_metric_is_the_most_telling_that_all_trials_measure(
         (("evaluation=none,quickstart",), {"metric": "evaluation_score"}, "sweep-metric"),
         (("training.seed=0,1",), {"metric": "los"}, "sweep-metric"),
         (("training.seed=0,1",), {"prune": 5}, "sweep-option"),
-        (("training.seed=0,1", "launcher=slurm", "hardware.num_nodes=2", "parallelism=ddp"), {}, "sweep-array"),
-        (("training.seed=0,1", "launcher=slurm", "launcher.container_image=a.sqsh"), {}, "sweep-array"),
-        (("launcher=slurm", "launcher.partition=a,b"), {}, "sweep-array"),
+        (("training.seed=0,1", "launcher=slurm"), {}, "sweep-needs-wait"),
     ],
 )
 def test_what_a_sweep_cannot_do_is_refused(words: tuple[str, ...], options: dict[str, Any], problem_id: str) -> None:
@@ -316,9 +314,3 @@ def test_more_trials_than_the_gpus_hold_are_refused(num_gpus: int, each: int, jo
     with pytest.raises(RequestError) as raised:
         plan_sweep(None, words, [], SweepOptions(jobs=jobs), machine_with(num_gpus), is_started=True)
     assert raised.value.problem_id == "sweep-jobs"
-
-
-def test_a_sweep_of_slurm_trials_is_an_array_unless_each_waits_for_a_job_of_its_own() -> None:
-    words = ("hardware=cpu", "hardware.gpus_per_node=1", "training.seed=0,1", "launcher=slurm")
-    assert planned(*words)[0].is_array
-    assert not planned(*words, "launcher.wait=true", "hardware.num_nodes=2", "parallelism=ddp")[0].is_array

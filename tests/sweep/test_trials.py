@@ -93,27 +93,11 @@ def interrupt_when(file: Path, *, times: int = 1) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize(
-    ("is_array", "overrides"),
-    [(False, ["launcher=slurm", "launcher.partition=a", "a=1"]), (True, ["a=1", "launcher=local"])],
-)
-def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, overrides: list[str]) -> None:
-    words = ["launcher=slurm", "launcher.partition=a", "a=1,2"]
-    sweep = Sweep(
-        recipe="mine",
-        recipes_dirs=["/recipes"],
-        words=words,
-        config_sha256="0",
-        num_trials=None,
-        metric="seconds",
-        is_array=is_array,
-    )
-    study = Study(tmp_path, sweep)
-    study.enqueue_grid()
-    trial = study.next_trial()
+def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
+    trial = study_in(tmp_path, 2).next_trial()
     assert trial is not None
-    assert train_command(study, trial) == [
-        *(sys.executable, "-m", "tunebook", "train", "mine", *overrides),
+    assert train_command(study_in(tmp_path, 2), trial) == [
+        *(sys.executable, "-m", "tunebook", "train", "mine", "training.seed=0"),
         *("--recipes-dir", "/recipes", "--run-folder", str(tmp_path / "trial-000")),
     ]
 

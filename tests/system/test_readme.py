@@ -49,7 +49,7 @@ EXPECTED = {
     "make plan RECIPE=quickstart ARGS=--measure": "Memory of each GPU or rank (measured on ",
     "make sweep RECIPE=qwen3b_zero2": "2 trials",
     'make sweep ARGS="training.seed=0,1 --jobs=2': "2 at a time",
-    'make sweep ARGS="training.seed=0,1 launcher=slurm': "as tasks of a Slurm job array",
+    'make sweep ARGS="training.seed=0,1 launcher=slurm': "8 at a time",
     "make sweep ARGS=\"'optimizer.learning_rate=tag(log": "20 trials, 1 at a time, over optimizer.learning_rate",
     "make data RECIPE=quickstart": "15,000",
     "make sweep RECIPE=quickstart": "4 trials",

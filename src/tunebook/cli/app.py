@@ -306,7 +306,7 @@ def sweep(
         typer.Option(
             "--jobs",
             min=1,
-            help="Trials at a time; if unset, 1, in a Slurm job array 8. On this machine the GPUs are divided evenly.",
+            help="Trials at a time; if unset, 1. On this machine the GPUs are divided evenly.",
         ),
     ] = None,
     num_trials: Annotated[

@@ -15,14 +15,13 @@ from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.identity import config_hash
 from tunebook.config.override_text import command_words, shell_command
-from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, working_in
-from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
 from tunebook.sweep.table import (
@@ -37,7 +36,6 @@ from tunebook.sweep.trials import CommandOf, divide, run_trials, train_command
 from tunebook.terminal import print_text
 
 _SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
-_NUM_TASKS = 8  # of an array at a time: a search learns from those that have ended
 _MAX_EXAMPLES = 3  # trials named per problem; the others are counted
 
 
@@ -83,8 +81,6 @@ def sweep_command(
         study = Study(folder, sweep)
         study.enqueue_grid()
         print_text(f"{'resuming the sweep in' if earlier else 'sweep:'} {folder}", console)
-        if sweep.is_array:
-            return _submit(study, config, options, console)
         _reopen(study)
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
         jobs = options.jobs or 1
@@ -116,6 +112,8 @@ def plan_sweep(
     drafts = [draft_run(recipe, space.overrides(values), recipes_dirs, share) for values in trials]
     _check_trials(trials, drafts, machine, options, is_started=is_started)
     configs = [draft.config for draft in drafts]
+    if isinstance(configs[0].launcher, SlurmConfig):
+        _check_slurm(configs[0], is_started=is_started)
     sweep = Sweep(
         recipe=recipe,
         recipes_dirs=[str(folder.expanduser().absolute()) for folder in recipes_dirs],
@@ -125,12 +123,7 @@ def plan_sweep(
         metric=_metric(options, configs),
         seed=options.seed or 0,
         prune=options.prune,
-        is_array=is_array(configs[0]),
     )
-    if sweep.is_array:
-        check_array(configs)
-        if is_started:
-            check_job(configs[0])
     return sweep, configs[0]
 
 
@@ -170,6 +163,19 @@ def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
         raise RequestError(draft.resolved.not_runnable_reason, problem_id=draft.resolved.problem.id)
     if draft.missing_data is not None:
         raise draft.missing_data
+
+
+def _check_slurm(config: RunConfig, *, is_started: bool) -> None:
+    """Check that each trial can submit a job and wait for it. Raises: RequestError."""
+    assert isinstance(config.launcher, SlurmConfig)
+    if not config.launcher.wait:
+        raise RequestError(
+            "a sweep on Slurm submits a job for each trial and waits for it to end; add launcher.wait=true, and "
+            "--jobs=8 for so many jobs at a time",
+            problem_id="sweep-needs-wait",
+        )
+    if is_started:
+        check_job(config)
 
 
 def _is_here(config: RunConfig) -> bool:
@@ -214,25 +220,6 @@ def _reopen(study: Study) -> None:
     study.reopen()
 
 
-def _submit(study: Study, config: RunConfig, options: SweepOptions, console: Console) -> int:
-    """Submit the trials that are left as an array, unless one is still queued; print the table so far."""
-    job_id = queued_array(study.folder)
-    if job_id is None:
-        study.reopen()
-        if study.num_left == 0:
-            return _conclude(study, config, console, was_stopped=False)
-        job_id = submit_array(study, config, options.jobs or _NUM_TASKS)
-        print_text(f"submitted as job {job_id}: {study.num_left} of {study.num_trials} trials", console)
-    else:
-        _show(study, console)
-    print_text(
-        f"{same_command(config)} prints the table so far, and runs again what did not finish once job {job_id} has "
-        f"ended; to stop it: scancel {job_id}",
-        console,
-    )
-    return 0
-
-
 def _conclude(study: Study, config: RunConfig, console: Console, *, was_stopped: bool) -> int:
     """Print the table and what remains; return the exit code."""
     _show(study, console)
@@ -259,8 +246,6 @@ def _show(study: Study, console: Console) -> None:
 
 def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
     how = f"{options.jobs or 1} at a time"
-    if sweep.is_array:
-        how = f"as tasks of a Slurm job array, {options.jobs or _NUM_TASKS} at a time"
     if sweep.num_trials is None:
         return how
     keys = ", ".join(sweep.space.choices)

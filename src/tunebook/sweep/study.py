@@ -13,7 +13,6 @@ and the same command runs it again: the cause may be gone, such as a full disk. 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +52,6 @@ class Sweep:
     metric: str
     seed: int = 0  # of the search
     prune: int | None = None  # the first step after which a trial may be ended early
-    is_array: bool = False  # the trials are tasks of a Slurm job array
 
     @cached_property
     def space(self) -> Space:
@@ -86,15 +84,8 @@ def write_sweep(sweep: Sweep, folder: Path) -> None:
     atomic_write_json(folder / SWEEP_FILE, {"identity": sweep.identity, **asdict(sweep)})
 
 
-def read_sweep(folder: Path) -> Sweep:
-    """Read sweep.json."""
-    record = read_json(folder / SWEEP_FILE)
-    del record["identity"]
-    return Sweep(**record)
-
-
 class Study:
-    """The trials of a sweep. Several processes may share one, as the tasks of a Slurm job array do."""
+    """The trials of a sweep."""
 
     def __init__(self, folder: Path, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -146,12 +137,12 @@ class Study:
         for values in self.grid[len(self.trials) :]:
             self._study.enqueue_trial(values)
 
-    def reopen(self, is_wanted: Callable[[FrozenTrial], bool] = lambda trial: True) -> None:
+    def reopen(self) -> None:
         """Let open trials run again. Only for trials whose processes have ended.
 
         A trial that finished while nobody waited for it, since the sweep was killed, gets its result.
         """
-        for trial in filter(is_wanted, self.trials):
+        for trial in self.trials:
             if trial.state is not TrialState.RUNNING:
                 continue
             status = manifest_or_empty(self.run_folder(trial.number)).get("status", {})
@@ -160,15 +151,14 @@ class Study:
             else:
                 self._storage.set_trial_state_values(self._id_of(trial.number), TrialState.WAITING)
 
-    def next_trial(self, seed: int | None = None) -> optuna.Trial | None:
+    def next_trial(self) -> optuna.Trial | None:
         """Return a trial that waits, or else a new proposal, by TPE; None if there are enough.
 
-        Each proposal has a seed of its own, so that neither a resumed sweep nor another process repeats one.
+        Each proposal has a seed of its own, so that a resumed sweep repeats none.
         """
-        num_known = len(self.trials)
         if self.num_left == 0:
             return None
-        self._study.sampler = TPESampler(seed=self.sweep.seed + (num_known if seed is None else seed))
+        self._study.sampler = TPESampler(seed=self.sweep.seed + len(self.trials))
         return self._study.ask(self.sweep.space.choices)
 
     def worse_at(self, trial: optuna.Trial) -> int | None:
@@ -183,16 +173,16 @@ class Study:
         return worse_at
 
     def finish(
-        self, number: int, exit_code: int, *, seconds: float, how: str | None = None, was_pruned: bool = False
+        self, number: int, exit_code: int, *, seconds: float, reason: str | None = None, was_pruned: bool = False
     ) -> TrialResult:
-        """Record how a turn of a trial ended, also in sweep.csv. `how` is what only the sweep knows of it."""
+        """Record how a turn of a trial ended, also in sweep.csv. `reason`: set if the sweep ended the trial."""
         before = self.trials[number].user_attrs.get("result", {}).get("seconds", 0.0)
         result = read_result(
             self.run_folder(number),
             self.log_file(number),
             exit_code,
             seconds=round(before + seconds, 1),
-            how=how,
+            reason=reason,
             was_pruned=was_pruned,
         )
         self._storage.set_trial_user_attr(self._id_of(number), "result", asdict(result))

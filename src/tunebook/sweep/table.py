@@ -67,9 +67,9 @@ class Row:
 
 
 def read_result(
-    run_folder: Path, log: Path, exit_code: int, *, seconds: float, how: str | None, was_pruned: bool = False
+    run_folder: Path, log: Path, exit_code: int, *, seconds: float, reason: str | None, was_pruned: bool = False
 ) -> TrialResult:
-    """Read one trial's result from its run folder and log, as far as recorded. `how` is what only the sweep knows."""
+    """Read one trial's result from its run folder and log, as far as recorded, unless the sweep knows the `reason`."""
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
     speeds = [speed for line in training if (speed := line.get("tokens_per_second_per_gpu")) is not None]
@@ -82,7 +82,7 @@ def read_result(
     score, is_higher_better = _evaluation_score(run_folder)
     return TrialResult(
         exit_code=exit_code,
-        how_it_ended=how or _how_it_ended(run_folder, log, exit_code),
+        how_it_ended=reason or _how_it_ended(run_folder, log, exit_code),
         seconds=seconds,
         final_loss=training[-1].get("loss") if training else None,
         validation_loss=validation[-1] if validation else None,
@@ -97,8 +97,8 @@ def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     file = run_folder / "evaluation" / "after.json"
     record = read_json(file) if file.is_file() else None
     # If some tasks failed, the mean over the others cannot be compared between trials.
-    found = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
-    return found or (None, True)
+    score = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
+    return score or (None, True)
 
 
 def _how_it_ended(run_folder: Path, log: Path, exit_code: int) -> str:
