@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def init(name: str, *recipes_dirs: Path, is_terminal: bool = False, overwrite: bool = False, **flags: str) -> str:
+def init(name: str, *recipes_dirs: Path, **flags: str) -> str:
     console = Console(file=io.StringIO(), width=160)
-    init_command(name, [*recipes_dirs], console, is_terminal=is_terminal, overwrite=overwrite, **flags)  # type: ignore[arg-type]
+    init_command(name, [*recipes_dirs], console, **flags)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -119,18 +118,13 @@ def test_missing_files_and_settings_that_do_not_compose_leave_no_file(work: Path
     assert [path.name for path in (work / "own").iterdir()] == ["broken.yaml"]
 
 
-def test_a_file_is_replaced_only_if_told() -> None:
+def test_a_file_is_not_replaced() -> None:
     init("mine", base="quickstart")
     before = Path("my_recipes/mine.yaml").read_text()
     with pytest.raises(RequestError) as raised:
         init("mine", base="quickstart", parallelism="ddp")
     assert raised.value.problem_id == "recipe-exists"
     assert Path("my_recipes/mine.yaml").read_text() == before
-    with pytest.raises(RequestError):
-        init("mine", base="quickstart", parallelism="zero33", overwrite=True)
-    assert Path("my_recipes/mine.yaml").read_text() == before
-    init("mine", base="quickstart", parallelism="ddp", overwrite=True)
-    assert compose("mine", [], [Path("my_recipes")]).config.parallelism.strategy.name == "ddp"
 
 
 def test_the_folder_is_the_one_named_or_that_of_the_variable(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,28 +134,3 @@ def test_the_folder_is_the_one_named_or_that_of_the_variable(work: Path, monkeyp
     assert compose("mine", [], []).config.title == "Built on quickstart"  # found by the variable alone
     init("other", Path("new"), base="mine")
     assert Path("new/other.yaml").is_file()
-
-
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is typed at the prompts."""
-    lines: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda *_: lines.pop(0))
-    yield lines
-    assert lines == []
-
-
-def test_only_what_was_not_typed_is_asked_for(answers: list[str]) -> None:
-    answers += ["chats.jsonl"]
-    init("mine", is_terminal=True, model="quickstart", parallelism="single")
-    text = Path("my_recipes/mine.yaml").read_text()
-    assert "- override /model: quickstart\n- override /dataset: jsonl\n- override /parallelism: single\n" in text
-    init("other", is_terminal=True, base="quickstart")  # whose model and data are the base's: nothing is asked
-
-
-def test_an_empty_answer_is_refused(answers: list[str], work: Path) -> None:
-    answers += ["quickstart", ""]
-    with pytest.raises(RequestError) as raised:
-        init("mine", is_terminal=True)
-    assert raised.value.problem_id == "init-incomplete"
-    assert not (work / "my_recipes").exists()

@@ -7,7 +7,6 @@ import pytest
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
-from tunebook.config.interpolation import may_read
 from tunebook.errors import RequestError
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.hardware.detect import Machine
@@ -20,18 +19,6 @@ TOKEN = "abcdefghijklmnopqrstuvwxyz0123456789"
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-
-
-@pytest.mark.parametrize(
-    "name", ["HOME", "USER", "SCRATCH", "SLURM_JOB_ID", "DATA_DIR", "HF_HOME", "MY_DATA_PATH", "TEAM_SCRATCH"]
-)
-def test_variables_that_say_where_things_are_may_be_read(name):
-    assert may_read(name)
-
-
-@pytest.mark.parametrize("name", ["HF_TOKEN", "PATHS", "WANDB_API_KEY", "SECRET_DIR", "AWS_SECRET_ACCESS_KEY", "X", ""])
-def test_others_may_not(name):
-    assert not may_read(name)
 
 
 REFUSED = {

@@ -45,7 +45,6 @@ EXPECTED = {
     'make plan RECIPE=qwen3b_zero2 ARGS="--compare': "tokens/s",
     "make plan RECIPE=quickstart ARGS=--yaml": "# default",
     "make plan RECIPE=qwen3_4b_long ARGS=--longest": "Longest row shared by 2 GPUs",
-    "make plan RECIPE=quickstart ARGS=--all": "parallelism.strategy",
     "make plan RECIPE=quickstart ARGS=--measure": "Memory of each GPU or rank (measured on ",
     "make sweep RECIPE=qwen3b_zero2": "2 trials",
     'make sweep ARGS="training.seed=0,1 --jobs=2': "2 at a time",

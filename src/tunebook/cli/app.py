@@ -24,7 +24,6 @@ from tunebook.cli.options import (
     RecipesDir,
     RunFolder,
     Words,
-    complete_recipe,
     make_console,
 )
 from tunebook.cli.records import records_app
@@ -117,7 +116,6 @@ def plan(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
     ] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Print every choice, also those as asked.")] = False,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
@@ -134,7 +132,7 @@ def plan(
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
-    given = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure, "--all": show_all}
+    given = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure}
     options = [option for option, is_given in (given | {"--longest": longest}).items() if is_given]
     if len(options) > 1 and (compare or as_yaml):
         raise RequestError(f"{' and '.join(options)} print different things; type one of them", problem_id="plan-form")
@@ -149,7 +147,6 @@ def plan(
         make_console(),
         as_json=as_json,
         as_yaml=as_yaml,
-        is_complete=show_all,
         is_measured=measure,
         is_longest=longest,
     )
@@ -245,7 +242,6 @@ def fetch(
         typer.Argument(
             metavar="[RECIPE] [KEY=VALUE]... [suite=NAME | tasks=a,b]",
             help="A recipe: its model, data and tasks. A suite or tasks: what they need.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     recipes_dir: RecipesDir = None,

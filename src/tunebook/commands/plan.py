@@ -33,13 +33,12 @@ def plan_command(
     folder: Path | None = None,
     as_json: bool = False,
     as_yaml: bool = False,
-    is_complete: bool = False,
     is_measured: bool = False,
     is_longest: bool = False,
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
-    `is_complete`: print every choice. With `is_measured`, two steps are trained first unless they are cached. JSON is
+    With `is_measured`, two steps are trained first unless they are cached. JSON is
     always printed; it includes the problems. With `as_yaml` only the resolved configuration is printed, and warnings go
     to standard error. With `is_longest` the longest row that fits is printed instead of the plan, and added to the
     JSON. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
@@ -68,7 +67,7 @@ def plan_command(
         show_warnings(draft.problems, Console(stderr=True, soft_wrap=True))
         return _end(draft)
     assert draft.memory is not None and draft.host is not None and draft.time is not None
-    show_decisions(draft, console, is_complete=is_complete)
+    show_decisions(draft, console)
     show_job(draft, console, folder or Path(draft.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
     if draft.missing_data is not None:
         console.print("note: planned without the data, which is missing")

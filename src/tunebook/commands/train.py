@@ -18,7 +18,7 @@ from tunebook.commands.attempt import Attempt
 from tunebook.commands.preflight import require_runnable
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
-from tunebook.config.override_text import command_words, shell_command
+from tunebook.config.override_text import command_words
 from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
@@ -61,10 +61,9 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
     return draft
 
 
-def show_decisions(job: Draft, console: Console, *, is_complete: bool = False) -> None:
-    """Print the choices, all or those that `auto` made, and the warnings."""
-    words = [*command_words("plan", job.recipe, job.overrides, job.recipes_dirs), "--all"]
-    show_choices(job.resolved.choices, console, None if is_complete else shell_command(words))
+def show_decisions(job: Draft, console: Console) -> None:
+    """Print the choices that `auto` made, and the warnings."""
+    show_choices(job.resolved.choices, console)
     show_warnings(job.problems, console)
 
 

@@ -1,8 +1,8 @@
-"""What `${...}` in a configuration may read: other keys, and a short list of environment variables.
+"""What `${...}` in a configuration may read: other keys, and environment variables that are not secret by their names.
 
 Recipes are often written by others, and the values that they read are written to run.yaml, manifest.json and the
-report. So a recipe must not be able to read a token from the environment. The name of a variable may be the result of
-another interpolation, so the check is in the resolver and does not look at the text.
+report. The name of a variable may be the result of another interpolation, so the check is in the resolver and does not
+look at the text.
 """
 
 from __future__ import annotations
@@ -15,21 +15,9 @@ from omegaconf.resolvers import oc
 
 from tunebook.config.unsafe_text import is_secret_name
 
-# Folders of this machine, its user, and the job.
-_NAMES = (
-    *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "STORE", "DATA", "MODELS"),
-    *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
-)
-_ENDINGS = ("_DIR", "_PATH", "_ROOT", "_HOME", "_FOLDER", "_SCRATCH", "_DATA", "_TMPDIR")
-
-
-def may_read(variable: str) -> bool:
-    """True if a configuration may read an environment variable."""
-    return variable in _NAMES or (variable.endswith(_ENDINGS) and not is_secret_name(variable))
-
 
 def guard_resolvers() -> None:
-    """Restrict interpolations to the configuration and the allowed variables.
+    """Restrict interpolations to the configuration and the variables of the environment.
 
     Hydra registers its own resolvers, such as the clock, with every composition.
     """
@@ -44,11 +32,8 @@ def to_object(tree: Any) -> Any:
 
 
 def _read_variable(name: str, *default: Any) -> str | None:
-    if not may_read(name):
-        raise ValueError(
-            f"a configuration may not read {name}, only {', '.join(_NAMES)}, and names that end in "
-            f"{', '.join(_ENDINGS)}; tokens such as HF_TOKEN are read where they are needed"
-        )
+    if is_secret_name(name):
+        raise ValueError(f"a configuration may not read {name}; tokens are read where they are needed")
     return oc.env(name, *default)
 
 
