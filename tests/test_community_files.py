@@ -27,16 +27,6 @@ def test_the_citation_states_what_the_package_states() -> None:
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
 
 
-def test_the_changelog_begins_with_what_is_unreleased() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
-    assert headings[0] == "[Unreleased]"
-    assert set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE)) <= {
-        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security",
-    }  # fmt: skip
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
-
-
 @pytest.mark.parametrize("name", MARKDOWN)
 def test_paths_and_targets_that_are_named_are_there(name: str) -> None:
     text = (ROOT / name).read_text()
@@ -60,11 +50,6 @@ def test_an_issue_form_is_one_that_github_accepts(name: str) -> None:
         assert ("value" if part["type"] == "markdown" else "label") in part["attributes"]
         assert (part["type"] == "dropdown") == ("options" in part["attributes"])
     assert any(field.get("validations", {}).get("required") for field in fields)
-
-
-def test_forms_and_their_configuration_are_complete() -> None:
-    assert set(FORMS) == {"bug", "config", "recipe"}
-    assert FORMS["config"] == {"blank_issues_enabled": True}
 
 
 def test_the_hooks_are_commands_of_make_lint_and_format() -> None:

@@ -142,12 +142,6 @@ def test_help_lists_every_target_once_and_is_the_default() -> None:
     assert {"train", "data", "eval", "sweep", "report", "list", "explain", "check", "test-system"} <= set(listed)
 
 
-def test_every_target_is_phony() -> None:
-    phony = re.search(r"^\.PHONY:((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert phony is not None
-    assert sorted(phony[1].replace("\\", " ").split()) == sorted(makefile_targets())
-
-
 def test_arguments_reach_the_command_as_they_were_typed(tmp_path: Path) -> None:
     """Neither make nor the shell may change brackets, commas, quoted blanks and dollars."""
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())

@@ -56,11 +56,6 @@ def test_an_answer() -> None:
     assert (answer.text, answer.errors, answer.problem, answer.is_late) == ("42\n", "by the way\n", None, False)
 
 
-def test_its_environment_is_the_one_that_is_given() -> None:
-    code = "import os; print(os.environ.get('TOPIC'), os.environ.get('HOME'))"
-    assert ask([*PYTHON, code], timeout_s=30, environment={"TOPIC": "links"}).text == "links None\n"
-
-
 def test_a_program_that_is_not_there() -> None:
     answer = ask(["there-is-no-such-program"], timeout_s=5)
     assert answer.problem == "it cannot be started: No such file or directory"

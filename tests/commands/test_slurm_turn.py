@@ -81,17 +81,6 @@ def test_a_controller_that_is_silent_at_the_end_of_a_turn_is_waited_for(folder, 
     assert "job 7: requeued: it resumes in this folder" in printed
 
 
-@pytest.mark.parametrize("problem_id", ["slurm-refused", "slurm-out-of-reach"])
-def test_a_requeue_that_slurm_refuses_or_never_answers_is_said(folder, monkeypatch, capsys, problem_id):
-    def refuse(*words):
-        raise TunebookError("no", problem_id=problem_id)
-
-    monkeypatch.setattr(client, "slurm", refuse)
-    monkeypatch.setattr(client, "_SILENT_WITHIN_S", -1.0)
-    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
-    assert "job 7: not requeued: no" in capsys.readouterr().out
-
-
 def test_a_signal_while_python_imports_is_not_lost(folder):
     """The kernel would end the process, and Slurm call the job failed."""
     program = (

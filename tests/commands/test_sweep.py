@@ -8,7 +8,6 @@ import multiprocessing
 import signal
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import optuna
 import pytest
 from rich.console import Console
 
-from tunebook.commands import sweep as module
 from tunebook.commands.sweep import SweepOptions, plan_sweep, sweep_command
 from tunebook.config.choices import Generation
 from tunebook.errors import RequestError
-from tunebook.hardware.detect import Gpu, Machine, detect_machine
+from tunebook.hardware.detect import Gpu, Machine
 from tunebook.record.run_folder import working_in
 from tunebook.sweep.study import Study
 
@@ -189,22 +187,6 @@ def test_training_resume_never_starts_another_sweep(tmp_path: Path, console: Con
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
 
 
-def test_a_host_with_other_memory_resumes_the_same_sweep(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("optimizer.learning_rate=0.2", "training.seed=0,13")
-    for memory_gib in (8.0, 16.0):
-        machine = replace(detect_machine(), host_memory_gib=memory_gib)
-        monkeypatch.setattr(module, "detect_machine", lambda machine=machine: machine)
-        assert sweep(tmp_path, console, *words) == 4
-    assert started(tmp_path) == [0, 1, 1]
-
-
-def test_a_request_to_stop_that_comes_when_all_have_finished_stops_nothing(tmp_path: Path, console: Console) -> None:
-    assert sweep(tmp_path, console, "optimizer.learning_rate=0.2", "training.seed=0,55") == 0
-    assert "stopped" not in console.export_text()
-
-
 def test_a_killed_trial_is_a_row_and_the_same_command_runs_it_again(tmp_path: Path, console: Console) -> None:
     words = ("optimizer.learning_rate=0.1,0.2", "training.seed=66,0")
     assert sweep(tmp_path, console, *words) == 1
@@ -213,8 +195,8 @@ def test_a_killed_trial_is_a_row_and_the_same_command_runs_it_again(tmp_path: Pa
     assert started(tmp_path)[4:] == [0, 2]
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_killed_sweep_resumes(tmp_path: Path, console: Console, jobs: int) -> None:
+def test_a_killed_sweep_resumes(tmp_path: Path, console: Console) -> None:
+    jobs = 2
     words = ("optimizer.learning_rate=0.2", "training.seed=0,99,1,2")
     process = multiprocessing.get_context("fork").Process(
         target=sweep, args=(tmp_path, console, *words), kwargs={"jobs": jobs}
@@ -276,9 +258,7 @@ def planned(*words: str, num_gpus: int = 0, recipe: str | None = "quickstart", *
     ("words", "options", "metric"),
     [
         ((), {}, "evaluation_score"),
-        (("evaluation=none", "dataset.validation_share=0.05"), {}, "validation_loss"),
         (("evaluation=none",), {"prune": 5}, "final_loss"),
-        ((), {"metric": "seconds"}, "seconds"),
     ],
 )
 def test_the_metric_is_the_most_telling_that_all_trials_measure(
@@ -291,7 +271,6 @@ def test_the_metric_is_the_most_telling_that_all_trials_measure(
     ("words", "options", "problem_id"),
     [
         (("evaluation=none,quickstart",), {"metric": "evaluation_score"}, "sweep-metric"),
-        (("training.seed=0,1",), {"metric": "los"}, "sweep-metric"),
         (("training.seed=0,1",), {"prune": 5}, "sweep-option"),
         (("training.seed=0,1", "launcher=slurm"), {}, "sweep-needs-wait"),
     ],
@@ -302,15 +281,14 @@ def test_what_a_sweep_cannot_do_is_refused(words: tuple[str, ...], options: dict
     assert raised.value.problem_id == problem_id
 
 
-@pytest.mark.parametrize(("jobs", "each"), [(1, 8), (2, 4), (3, 2), (8, 1)])
+@pytest.mark.parametrize(("jobs", "each"), [(1, 8), (3, 2)])
 def test_trials_side_by_side_are_planned_for_their_share_of_the_gpus(jobs: int, each: int) -> None:
     _, config = planned(*SMALL, "training.seed=0,1", recipe=None, num_gpus=8, jobs=jobs)
     assert config.hardware.gpus_per_node == each
 
 
-@pytest.mark.parametrize(("num_gpus", "each", "jobs"), [(1, 1, 2), (8, 4, 3)])
-def test_more_trials_than_the_gpus_hold_are_refused(num_gpus: int, each: int, jobs: int) -> None:
-    words = [*SMALL, "training.seed=0,1", "parallelism=ddp", f"hardware.gpus_per_node={each}"]
+def test_more_trials_than_the_gpus_hold_are_refused() -> None:
+    words = [*SMALL, "training.seed=0,1", "parallelism=ddp", "hardware.gpus_per_node=4"]
     with pytest.raises(RequestError) as raised:
-        plan_sweep(None, words, [], SweepOptions(jobs=jobs), machine_with(num_gpus), is_started=True)
+        plan_sweep(None, words, [], SweepOptions(jobs=3), machine_with(8), is_started=True)
     assert raised.value.problem_id == "sweep-jobs"

@@ -85,16 +85,6 @@ def test_a_named_template_is_no_path_and_variables_come_back(work: Path, templat
     assert config_hash(again) == config_hash(config) != config_hash(compose("quickstart", []).config)
 
 
-def test_missing_folder_is_replaced_by_the_working_directory(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = frozen(composed("model.path=m/base"), tmp_path)
-    other = tmp_path / "other"
-    work.rename(other)
-    monkeypatch.chdir(other)
-    assert resolve_path(load_config(file).model.path or "") == other / "m" / "base"
-
-
 def test_a_placed_path_is_its_text_and_survives_copies(tmp_path: Path) -> None:
     path = placed("m/base", tmp_path)
     assert path == "m/base" and f"{path}" == "m/base"
@@ -116,7 +106,7 @@ def test_paths_in_the_book_are_left(tmp_path: Path) -> None:
     assert resolve_path(config.model.path or "") == before
 
 
-@pytest.mark.parametrize("title", ["short", "ends: in # a mark", "long words " * 20, "two\nlines", "a\u2028b", "'\"\\"])
+@pytest.mark.parametrize("title", ["ends: in # a mark", "two\nlines", "'\"\\"])
 def test_comments_do_not_change_what_is_read(title: str, tmp_path: Path) -> None:
     config = composed("dataset.chat_template_kwargs.names=[a,'b # c']", "dataset.chat_template_kwargs.level=2")
     config.title = title

@@ -1,4 +1,4 @@
-"""`${...}` can read other keys and a few variables, but no tokens of the environment."""
+"""`${...}` can read other keys and variables, but no tokens of the environment."""
 
 from dataclasses import replace
 

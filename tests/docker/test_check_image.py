@@ -111,18 +111,6 @@ def test_torch_is_compared_with_generation_env(
     assert check_image.torch_problems(settings, check_image.TorchFacts(**torch)) == problems
 
 
-def test_the_installed_torch_can_be_read_without_a_gpu() -> None:
-    facts = check_image.torch_facts()
-    assert facts.version.startswith("2.")
-    assert all(name.startswith(("sm_", "compute_")) for name in facts.arch_list)
-
-
-def test_an_attention_package_that_does_not_import_is_named_with_its_error() -> None:
-    assert check_image.attention_problems("none") == []
-    problems = check_image.attention_problems("flash-attn-2")
-    assert "flash-attn-2: `import flash_attn_2_cuda` fails: ModuleNotFoundError" in "\n".join(problems)
-
-
 # --- the image
 
 
@@ -133,18 +121,6 @@ def image_folder(tmp_path: Path) -> Path:
     (tmp_path / "packages.json").write_text(json.dumps(facts))
     (tmp_path / "sources.sha256").write_text("cc\n")
     return tmp_path
-
-
-def test_labels_that_differ_from_the_image_are_refused(image_folder: Path) -> None:
-    arguments = {"GENERATION": "volta", "LOCK_SHA256": "bb", "SOURCES_SHA256": "cc", "TORCH": "", "MIN_DRIVER": "580"}
-    arguments["ATTENTION"] = "flash-attn-2"
-    _, problems = check_image.check_image(image_folder, arguments)
-    assert [text.partition(":")[0] for text in problems[:3]] == [
-        "the build argument GENERATION is volta, but the image has hopper",
-        "the build argument ATTENTION is flash-attn-2, but the image has none",
-        "the build argument LOCK_SHA256 is bb, but the image has aa",
-    ]
-    assert all(text.endswith("Type: make env") for text in problems[:3])
 
 
 def test_image_json_names_the_origin_of_the_image(image_folder: Path) -> None:

@@ -102,32 +102,6 @@ def test_a_program_is_run_unchecked(run: Run) -> None:
     assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("has_checkout", [False, True])
-def test_a_request_to_stop_during_the_checks_ends_it(
-    image: Path, checkout: Path, tmp_path: Path, number: signal.Signals, has_checkout: bool
-) -> None:
-    """With a trap set, bash ended with 2 and a syntax error if a signal came while it read a $()."""
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home")}
-    environment |= {"TUNEBOOK_CHECKOUT": str(checkout)} if has_checkout else {}
-    last_ms = 20 if has_checkout else 12  # it ends by itself after 10 ms or 3 or so: there is no tunebook
-    endings = set()
-    for half_ms in range(2 * last_ms):
-        started = subprocess.Popen(
-            ["bash", str(image / "entrypoint.sh"), "train"], stderr=subprocess.PIPE, text=True, env=environment
-        )
-        words = Path(f"/proc/{started.pid}/cmdline")
-        while started.poll() is None and not words.read_bytes().startswith(b"bash"):
-            pass  # until then it is Python, whose handler takes the signal: on a busy machine each time
-        time.sleep(half_ms / 2_000)
-        started.send_signal(number)
-        _, errors = started.communicate(timeout=30)
-        endings.add((started.returncode, "unexpected EOF" in errors))
-    stopped = {(-number, False), (128 + number, False)}
-    assert stopped & endings
-    assert endings <= stopped | {(127, False)}
-
-
 def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image: Path, tmp_path: Path) -> None:
     """tini forwards a signal to the script only, and bash continues if the program that it waits for did not get it."""
     script(tmp_path / "programs" / "mkdir", 'touch "$STARTED"; sleep 0.5; exec /bin/mkdir "$@"')
@@ -146,7 +120,7 @@ def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image
     assert (process.returncode, said) == (128 + signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("words", [(), ("--help",), ("train", "-h"), ("sweep", "x=1", "--help")])
+@pytest.mark.parametrize("words", [(), ("train", "-h")])
 def test_help_is_printed_whatever_is_wrong(run: Run, words: tuple[str, ...]) -> None:
     done = run(*words, HF_HOME="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
     assert done.returncode == 0, done.stderr
@@ -169,7 +143,7 @@ def test_without_env_file_it_says_make_env(run: Run, image: Path) -> None:
     assert "    make env\n" in refused(run("--help"))
 
 
-@pytest.mark.parametrize("changed", ["recipes/quickstart.yaml", "src/new.py", "docker/volta.lock", "pyproject.toml"])
+@pytest.mark.parametrize("changed", ["recipes/quickstart.yaml", "docker/volta.lock"])
 def test_an_image_of_other_sources_is_refused(run: Run, checkout: Path, changed: str) -> None:
     (checkout / changed).write_text("changed")
     assert "    make image\n" in refused(run("plan", "quickstart"))
@@ -216,11 +190,6 @@ def with_site(folder: Path, *words: str) -> str:
 
 
 PRINT = ("bash", "-c", 'echo "$PIP_CERT|$SSL_CERT_FILE|$PIP_CONFIG_FILE|$APT_CONFIG"; cat "${APT_CONFIG:-/dev/null}"')
-
-
-def test_a_build_without_secrets_is_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "ca").touch()  # as compose mounts it if none is given
-    assert with_site(tmp_path, *PRINT) == "|||\n"
 
 
 def test_a_build_gets_a_sites_secrets_for_one_command_and_leaves_no_file(tmp_path: Path) -> None:

@@ -82,9 +82,3 @@ def test_under_sudo_files_are_the_users(machine):
     for name in (".env", "outputs", ".cache", ".cache/wheels"):
         status = (machine.checkout / name).stat()
         assert (status.st_uid, status.st_gid) == (4321, 4322), name
-
-
-def test_rootless_docker_uses_its_own_root(machine):
-    machine.tell("docker-info", '{"DockerRootDir":"/x","Runtimes":{},"SecurityOptions":["name=rootless"]}')
-    machine.front(*TRAIN, GPU="cpu")
-    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("0", "0")

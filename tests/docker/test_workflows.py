@@ -102,34 +102,3 @@ def test_facts_that_are_repeated_match_their_sources() -> None:
     volume = re.findall(r"TUNEBOOK_CI_ENGINE_DATA:-(.*)}", (ROOT / ".ci" / "engine").read_text())
     assert re.findall(r"--volume (/\S+)", script) == volume
     assert re.findall(r"https?://[^/\s]+", "\n".join(TEXTS.values())) == [], "registries are the repository's variables"
-
-
-# --- the steps of the images, as GitHub runs them: bash -e in the checkout
-
-
-def run_step(machine: Any, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    done: subprocess.CompletedProcess[str] = machine.command("bash", "-e", "-c", script, **variables)
-    return done
-
-
-def test_the_image_goes_to_the_registry_that_the_repository_names(machine: Any) -> None:
-    digest = "sha256:" + "b" * 64
-    machine.act(
-        "docker-buildx-bake",
-        'while [ "$1" != --metadata-file ]; do shift; done\n'
-        f"""echo '{{"train": {{\n"containerimage.digest": "{digest}"\n}}}}' > "$2"\n""",
-    )
-    machine.tell("docker-buildx-bake")
-    variables = {"GENERATION": "hopper", "REGISTRY": "registry.example/some-owner"}
-    done = run_step(machine, script_with("make publish"), **variables)
-    assert done.returncode == 0, done.stderr
-    name = f"registry.example/some-owner/tunebook@{digest}"
-    assert name in done.stdout.splitlines()
-    assert " --set train.tags=registry.example/some-owner/tunebook:hopper " in machine.calls("buildx bake")[0]
-    machine.install("cp", f'#!/bin/sh\nexec {shutil.which("cp")} "$@"\n')
-    summary = machine.folder / "summary"
-    done = run_step(machine, script_with("GITHUB_STEP_SUMMARY"), GITHUB_STEP_SUMMARY=str(summary), **variables)
-    assert done.returncode == 0, done.stderr
-    assert summary.read_text() == f"{name}\n"
-    # The artifact has the folders of docker/, so it can be unpacked there.
-    assert (machine.checkout / "digests" / "hopper" / "image.digest").read_text() == f"{name}\n"

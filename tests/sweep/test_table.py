@@ -106,10 +106,6 @@ def test_a_trial_without_a_record_of_its_end_shows_what_it_printed(result_of: Ma
     assert found.how_it_ended == "failed (exit code 4): error: line 17 is broken (more in trial-000.log)"
 
 
-def test_how_a_trial_ended_is_what_only_its_sweep_knows(result_of: MakeResult) -> None:
-    assert result_of(exit_code=1, how="failed: killed by signal 9").how_it_ended == "failed: killed by signal 9"
-
-
 def test_ranked_by_the_metric_and_those_without_it_are_last() -> None:
     found = rows(result(7, 0.01), result(0, 0.5), None, result(0, None), result(0, 0.4), result(0, 0.5))
     assert [(rank, row.number) for rank, row in ranked(found, "final_loss")] == [
