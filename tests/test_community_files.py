@@ -6,15 +6,12 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
-FORMS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
-KINDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}  # of GitHub's issue forms
 MARKDOWN = ("AGENTS.md", "CHANGELOG.md", "SECURITY.md")
 
 
@@ -36,20 +33,6 @@ def test_paths_and_targets_that_are_named_are_there(name: str) -> None:
     quoted = re.findall(r"`((?:src|docker|tests|docs|recipes|hydra_configs)/[^` ]*)`", text)
     missing = [path for path in [*linked, *quoted] if not list(ROOT.glob(path.replace("<name>", "*").rstrip("/")))]
     assert missing == []
-
-
-@pytest.mark.parametrize("name", sorted(set(FORMS) - {"config"}))
-def test_an_issue_form_is_one_that_github_accepts(name: str) -> None:
-    form: dict[str, Any] = FORMS[name]
-    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "title", "labels"}
-    fields = [part for part in form["body"] if part["type"] != "markdown"]
-    ids = [field["id"] for field in fields]
-    assert len(ids) == len(set(ids)) > 0
-    for part in form["body"]:
-        assert part["type"] in KINDS
-        assert ("value" if part["type"] == "markdown" else "label") in part["attributes"]
-        assert (part["type"] == "dropdown") == ("options" in part["attributes"])
-    assert any(field.get("validations", {}).get("required") for field in fields)
 
 
 def test_the_hooks_are_commands_of_make_lint_and_format() -> None:

@@ -106,17 +106,6 @@ def run(monkeypatch, capsys):
     return command
 
 
-def test_init_writes_a_recipe_that_a_dry_run_trains(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, _, said = run("init", "mine", "--recipes-dir", "own")  # no terminal, so nothing is asked
-    assert (code, said.startswith("error: ")) == (2, True)
-    code, shown, _ = run("init", "mine", "--base", "quickstart", "--parallelism", "ddp", "--recipes-dir", "own")
-    assert (code, shown.splitlines()[0]) == (0, "written: own/mine.yaml")
-    code, shown, said = run("train", "mine", "--recipes-dir", "own", "--dry-run")
-    assert code == 0, said
-    assert "launch: " in shown
-
-
 def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     turns = [{"role": "user", "content": "leaf"}, {"role": "assistant", "content": "horse"}]
@@ -126,22 +115,6 @@ def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     assert code == 0
     assert "warning: dataset.name (from override 'dataset.name=organization/name')" in shown
     assert "[[horse<|im_end|>]]" in shown
-
-
-def test_data_writes_a_page_with_what_is_trained_on(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "train.jsonl"
-    talk = [{"role": "user", "content": "<b>Hi</b>"}, {"role": "assistant", "content": "Hello."}]
-    file.write_text(json.dumps({"messages": talk}) + "\n")
-    words = ("data", "quickstart", "dataset=jsonl", f"dataset.path={file}", "dataset.num_workers=1")
-    page = tmp_path / "data.html"
-    code, shown, _ = run(*words, "--page", str(page))
-    assert code == 0 and f"page: {page}" in shown
-    text = page.read_text()
-    assert '<span class="trained">Hello.' in text
-    assert "&lt;b&gt;Hi&lt;/b&gt;" in text and "<b>Hi" not in text
-    code, _, problem = run(*words, "--page", str(tmp_path / "nowhere" / "data.html"))
-    assert code == 2 and "there is no folder" in problem
 
 
 def test_plan_and_dry_run_are_the_same_plan(run):

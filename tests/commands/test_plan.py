@@ -14,7 +14,7 @@ from rich.console import Console
 from tunebook.commands.plan import plan_command
 from tunebook.commands.train import plan_job, set_up_folder
 from tunebook.config.frozen import load_config
-from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
+from tunebook.errors import DataError, DoesNotFitError
 from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
 from tunebook.record.run_folder import RUN_FILE
@@ -102,20 +102,6 @@ def test_each_value_of_the_yaml_has_its_origin(as_yaml: Any) -> None:
     assert {key: found.get(key) for key in expected} == expected
 
 
-def test_only_the_configuration_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DoesNotFitError, match="does not fit"):
-        plan_command(
-            "qwen3b_zero2",
-            [*TOO_LARGE, "schedule.name=constant", "schedule.min_learning_rate=null"],
-            [],
-            Console(),
-            as_yaml=True,
-        )
-    printed = capsys.readouterr()
-    assert yaml.safe_load(printed.out)["schedule"]["name"] == "constant"
-    assert printed.err.startswith("warning: schedule.warmup_steps")
-
-
 @pytest.mark.parametrize("recipe", ["quickstart", "dolly3b_zero3_nvme"])
 def test_the_json_of_a_plan_is_complete(as_json: Any, recipe: str) -> None:
     code, plan = as_json(recipe)
@@ -193,21 +179,6 @@ def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
     assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == ["host-memory-too-small"]
     with pytest.raises(DoesNotFitError, match=r"of 931 GiB on each node; offload less"):
         plan_command("llama2_70b_fsdp_1node", [*words], [], Console(file=io.StringIO()))
-
-
-def test_for_people_errors_are_raised() -> None:
-    with pytest.raises(RulesError, match="bf16-on-volta"):
-        shown("qwen3b_zero2", "precision=bf16")
-    with pytest.raises(RequestError, match="Did you mean 'quickstart'"):
-        shown("quickstrat")
-
-
-def test_what_would_fit_is_named_where_that_is_in_doubt(as_json: Any) -> None:
-    words = ["model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "training.max_length=2048",
-             "hardware=hopper", "hardware.gpus_per_node=8", "parallelism=zero1"]  # fmt: skip
-    code, plan = as_json(None, *words)
-    assert (code, plan["fits"]) == (0, None)
-    assert ["parallelism=zero3"] in [each["overrides"] for each in plan["would_fit"]]
 
 
 def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path: Path, as_json: Any) -> None:

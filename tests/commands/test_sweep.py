@@ -168,14 +168,6 @@ def test_the_same_command_resumes_and_repeats_nothing(tmp_path: Path, console: C
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
 
 
-def test_a_sweep_whose_trials_have_all_finished_prints_its_table_again(tmp_path: Path, console: Console) -> None:
-    words = ("optimizer.learning_rate=0.2", "training.seed=0,1")
-    assert sweep(tmp_path, console, *words) == 0
-    assert sweep(tmp_path, console, *words, metric="seconds") == 0
-    assert started(tmp_path) == [0, 1]
-    assert "ranked by seconds" in console.export_text()
-
-
 def test_training_resume_never_starts_another_sweep(tmp_path: Path, console: Console) -> None:
     for num_sweeps in (1, 2):
         words = ("optimizer.learning_rate=0.2", "training.seed=77,0", "training.resume=never")

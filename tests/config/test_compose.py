@@ -40,11 +40,6 @@ def test_a_choice_brings_its_own_keys():
     assert launcher.partition == "long"
 
 
-def test_a_run_without_a_recipe():
-    config = composed("model.name=a/b", "dataset.path=x.jsonl", recipe=None)
-    assert (config.model.name, config.recipe, config.parallelism.strategy) == ("a/b", None, Strategy.auto)
-
-
 @pytest.mark.parametrize(
     ("word", "problem_id", "said"),
     [
@@ -100,12 +95,6 @@ def test_a_key_of_another_choice_says_which():
         composed("parallelism=ddp", "parallelism.overlap_comm=true")
     with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray$"):
         composed("launcher=local", "launcher.cpus_per_worker=2")
-
-
-def test_a_recipe_named_by_its_file_says_what_to_type(tmp_path):
-    (tmp_path / "mine.yaml").write_text("training: {max_length: 77}\n")
-    with pytest.raises(RequestError, match=f"type mine --recipes-dir {tmp_path}$"):
-        composed(recipe=str(tmp_path / "mine.yaml"))
 
 
 def test_missing_values_are_all_named():

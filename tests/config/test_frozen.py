@@ -75,16 +75,6 @@ def test_parts_of_a_mixture_are_found_and_names_on_the_hub_are_none(
     assert resolve_path(found["b"].name or "") == tmp_path / "org" / "data"
 
 
-@pytest.mark.parametrize("template", ["training", "trl:qwen3_training"])
-def test_a_named_template_is_no_path_and_variables_come_back(work: Path, template: str) -> None:
-    words = [f"model.chat_template={template}", "dataset.chat_template_kwargs={thinking:false,days:[1,{a:null}]}"]
-    config = compose("quickstart", words).config
-    again = load_config(frozen(config, work))
-    assert again.model.chat_template == template
-    assert again.dataset.chat_template_kwargs == {"thinking": False, "days": [1, {"a": None}]}
-    assert config_hash(again) == config_hash(config) != config_hash(compose("quickstart", []).config)
-
-
 def test_a_placed_path_is_its_text_and_survives_copies(tmp_path: Path) -> None:
     path = placed("m/base", tmp_path)
     assert path == "m/base" and f"{path}" == "m/base"

@@ -53,12 +53,6 @@ def test_in_a_recipe_and_in_what_it_builds_on(tmp_path, how):
         assert refused(name, [], [tmp_path]).startswith(f"{tmp_path / 'evil.yaml'}: title: ")
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch):
-    monkeypatch.delenv("DATA_DIR", raising=False)
-    with pytest.raises(RequestError, match=r"^override 'dataset.path=.*Environment variable 'DATA_DIR' not found"):
-        compose("quickstart", ["dataset.path=${oc.env:DATA_DIR}"])
-
-
 def test_allowed_variables_keys_and_defaults_are_read(monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     monkeypatch.setenv("SLURM_JOB_ID", "17")

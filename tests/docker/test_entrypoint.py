@@ -97,11 +97,6 @@ def test_it_runs_tunebook_with_the_arguments_as_they_are(run: Run, checkout: Pat
     assert run("train").returncode == 6
 
 
-def test_a_program_is_run_unchecked(run: Run) -> None:
-    assert run("bash", "-c", "echo hello").stdout == "hello\n"
-    assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"
-
-
 def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image: Path, tmp_path: Path) -> None:
     """tini forwards a signal to the script only, and bash continues if the program that it waits for did not get it."""
     script(tmp_path / "programs" / "mkdir", 'touch "$STARTED"; sleep 0.5; exec /bin/mkdir "$@"')
@@ -149,24 +144,11 @@ def test_an_image_of_other_sources_is_refused(run: Run, checkout: Path, changed:
     assert "    make image\n" in refused(run("plan", "quickstart"))
 
 
-def test_files_that_are_in_no_image_do_not_count(run: Run, checkout: Path) -> None:
-    for name in ("src/__pycache__/a.pyc", "src/b.pyc", "docker/hopper/image.digest", "tests/t.py", "README.md"):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / name).write_text("new")
-    assert run("plan").returncode == 0
-
-
 def test_on_request_the_images_own_sources_and_recipes_are_used(run: Run, checkout: Path) -> None:
     (checkout / "src" / "file").write_text("changed")
     done = run("plan", TUNEBOOK_USE_IMAGE_SOURCES="1")
     assert done.returncode == 0, done.stderr
     assert " home= " in done.stdout
-
-
-def test_a_checkout_that_moved_is_named(run: Run, tmp_path: Path) -> None:
-    message = refused(run("plan", TUNEBOOK_CHECKOUT=str(tmp_path / "gone")))
-    assert str(tmp_path / "gone") in message
-    assert "make env" in message
 
 
 def test_caches_that_are_not_writable_are_refused(run: Run) -> None:

@@ -87,15 +87,6 @@ def test_commands_that_need_no_gpu_run_in_a_venv_that_is_set_up(machine):
         assert "in .venv with the packages of docker/volta" in machine.front("run", command).stderr
 
 
-def test_the_doctor_gets_the_gpus_in_a_container_of_their_image(machine):
-    machine.gpus()
-    machine.image("tunebook:hopper")
-    done = machine.front("run", "doctor", "quickstart", "--json")
-    assert done.returncode == 0, done.stderr
-    (run,) = machine.calls("compose run")  # without docker/cpu/compose.yaml, which takes the GPUs away
-    assert re.search(r" --entrypoint /opt/tunebook/entrypoint.sh doctor plan quickstart --json$", run)
-
-
 def test_a_count_of_gpus_becomes_the_visible_devices(machine, refused):
     machine.gpus()
     machine.venv("hopper")
@@ -178,13 +169,6 @@ def test_a_named_image_must_be_for_the_gpus_here(machine, refused):
     assert machine.front(*TRAIN, GPU="volta").returncode == 0
 
 
-def test_the_images_own_sources_are_not_built_again(machine):
-    machine.image("tunebook:cpu")
-    (machine.checkout / "recipes" / "quickstart.yaml").write_text("edited\n")
-    assert machine.front(*TRAIN, GPU="cpu", TUNEBOOK_USE_IMAGE_SOURCES="1").returncode == 0
-    assert machine.calls("compose build") == []
-
-
 def test_attention_none_is_an_image_of_its_own_and_kept_until_it_is_forgotten(machine, refused):
     machine.gpus()
     machine.image("tunebook:hopper")
@@ -198,14 +182,6 @@ def test_attention_none_is_an_image_of_its_own_and_kept_until_it_is_forgotten(ma
     assert machine.front(*TRAIN, ATTENTION="").returncode == 0
     assert (machine.setting("TUNEBOOK_ATTENTION"), len(machine.calls("compose build"))) == ("flash-attn-2", 2)
     refused(machine.front("image", ATTENTION="flash-attn-3"))
-
-
-def test_a_failed_build_shows_its_output_and_runs_nothing(machine, refused):
-    text = "failed to solve: [Errno 28] No space left on device"
-    machine.tell("docker-compose-build", err=text, code=17)
-    done = machine.front(*TRAIN, GPU="cpu")
-    refused(done, code=1)
-    assert machine.calls("compose run") == []
 
 
 # --- the command itself
@@ -259,23 +235,6 @@ def test_the_sandbox_is_up_before_a_model_writes_programs(machine, words, starts
 # --- what is refused
 
 
-def test_a_daemon_that_cannot_be_used(machine, refused):
-    answer = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
-    machine.tell("docker-version", err=f"{answer}\n", code=1)
-    refused(machine.front(*TRAIN, GPU="cpu"))
-
-
-def test_the_version_of_compose(machine, refused):
-    machine.image("tunebook:cpu")
-    machine.tell("docker-compose-version", err="unknown flag: --short\n", code=125)
-    refused(machine.front("image", GPU="cpu"))
-    machine.tell("docker-compose-version", "v2.3.3\n")
-    refused(machine.front(*TRAIN, GPU="cpu"))
-    for version in ("2.24.4", "v2.26.1", "5.0.1"):
-        machine.tell("docker-compose-version", f"{version}\n")
-        assert machine.front(*TRAIN, GPU="cpu").returncode == 0
-
-
 def test_docker_gives_gpus_by_the_runtime_its_hook_or_cdi(machine, refused):
     machine.image("tunebook:ampere")
     machine.gpus(A100)
@@ -293,12 +252,6 @@ def test_docker_gives_gpus_by_the_runtime_its_hook_or_cdi(machine, refused):
     machine.install("nvidia-container-runtime-hook", "#!/bin/sh\n")
     assert machine.front(*TRAIN).returncode == 0
     assert machine.setting("COMPOSE_FILE") == "compose.yaml"
-
-
-def test_an_unknown_choice(machine, refused):
-    refused(machine.front(*TRAIN, GPU="hoper"))
-    refused(machine.front(*TRAIN, WHERE="lokal"))
-    refused(machine.front("image", GPU="cpu", CA="/no/x.pem"))
 
 
 @pytest.mark.parametrize(("capability", "driver"), [("8.0", "470.256.02"), ("6.1", "580.95.05")])
@@ -319,14 +272,6 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(machine, refused, text, 
     machine.gpus(text, code=code)
     refused(machine.front(*TRAIN))
     assert machine.front(*TRAIN, GPU="cpu", WHERE="local").returncode == 0
-
-
-@pytest.mark.parametrize(("text", "code"), [("No devices were found\n", 6), ("", 0)])
-def test_a_driver_package_without_a_gpu_is_no_gpu(machine, text, code):
-    machine.venv()
-    machine.gpus(text, code=code)
-    done = machine.front(*TRAIN)
-    assert (done.returncode, "in .venv with the packages of docker/cpu: no GPU here" in done.stderr) == (0, True)
 
 
 # --- registries
@@ -387,13 +332,6 @@ def test_an_image_is_built_described_and_pushed_in_one_step(machine):
 
 
 # --- make
-
-
-def test_help_names_the_choices(machine):
-    done = machine.command("make")
-    assert done.returncode == 0, done.stderr
-    (gpu,) = re.findall(r"^GPU: .*", done.stdout, flags=re.MULTILINE)
-    assert [name.name for name in Generation if name.name not in gpu] == []
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import pytest
 
 from tunebook.record.provenance import describe_code
 
-TRAIN = ("run", "train", "quickstart")
-
 
 def test_env_has_every_setting_of_compose(machine):
     machine.front("env", GPU="cpu")
@@ -50,12 +48,6 @@ def test_the_files_of_a_build_are_remembered_until_they_are_given_again(machine)
     assert machine.setting("TUNEBOOK_BASE_IMAGE") == "site/debian:12"
     assert machine.setting("TUNEBOOK_BUILD_NETWORK") == "host"
     assert machine.setting("TUNEBOOK_DATA") == str(machine.folder / "my data")
-
-
-def test_settings_of_the_environment_do_not_reach_compose(machine):
-    machine.act("docker-compose-run", 'echo "sees $TUNEBOOK_IMAGE $COMPOSE_FILE"')
-    done = machine.front(*TRAIN, GPU="cpu", TUNEBOOK_IMAGE="another", COMPOSE_FILE="/elsewhere.yaml")
-    assert "sees tunebook:cpu compose.yaml:docker/cpu/compose.yaml" in done.stdout
 
 
 def test_the_code_has_the_hash_of_the_manifest(machine):

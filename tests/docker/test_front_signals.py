@@ -60,10 +60,3 @@ def test_before_the_container_runs_there_is_nothing_to_save(machine, train):
     front.communicate(timeout=30)
     assert front.returncode == 128 + signal.SIGTERM
     assert len(machine.calls("rm --force")) == 1
-
-
-def test_a_run_whose_terminal_was_closed_is_waited_for(machine):
-    machine.image("tunebook:cpu")
-    machine.tell("docker-compose-run", err="write /dev/stdout: input/output error\n", code=1)
-    machine.tell("docker-wait", "6\n")
-    assert machine.front(*TRAIN, GPU="cpu").returncode == 6

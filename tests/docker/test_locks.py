@@ -116,22 +116,6 @@ def test_all_generations_share_every_version_but_those_that_belong_to_their_torc
     assert {package for package in differ if not make_locks.CUDA_PACKAGE.match(package)} == {"torch"}
 
 
-def test_what_a_cpu_needs_is_part_of_what_every_gpu_generation_needs() -> None:
-    needed = set(versions("cpu/requirements.lock"))
-    assert {"deepspeed", "ninja"} <= needed  # ZeRO on CPU ranks compiles its operators with ninja
-    for folder in set(FOLDERS) - {"cpu"}:
-        assert needed - set(versions(f"{folder}/requirements.lock")) == set()
-
-
-def test_cuda_libraries_of_the_cpu_are_only_in_the_cuda_lock() -> None:
-    needed = versions("cpu/requirements.lock")
-    assert [name for name in needed if name.startswith(("nvidia-", "cuda-", "triton"))] == ["nvidia-ml-py"]
-    libraries = versions("cpu/requirements-cuda.lock")
-    assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= set(libraries)
-    beside_the_same_torch = versions("ampere/requirements.lock")
-    assert {name: beside_the_same_torch[name] for name in libraries} == libraries
-
-
 def test_torch_may_be_the_cpu_build_or_the_registrys() -> None:
     block = make_locks.split_blocks((DOCKER / "cpu" / "requirements.lock").read_text())["torch"]
     cpu_build = make_locks.split_blocks((DOCKER / "cpu" / "requirements-torch-cpu.lock").read_text())["torch"]
@@ -190,25 +174,7 @@ def test_the_architectures_serve_every_gpu_of_the_generation(folder: str) -> Non
     assert covered(capabilities if has_attention else [], [f"{flag[:-1]}.{flag[-1]}" for flag in flags])
 
 
-def test_the_compiler_is_that_of_the_cuda_of_every_generation_it_compiles_for() -> None:
-    compiler = versions("requirements-nvcc.lock")
-    for folder in FOLDERS:
-        facts = facts_of(folder)
-        if facts["ATTENTION"] != "none":
-            assert compiler["nvidia-cuda-nvcc"].startswith(facts["CUDA"] + ".")
-            locked = versions(f"{folder}/requirements.lock")
-            assert compiler["nvidia-cuda-runtime"] == locked["nvidia-cuda-runtime"]
-            assert {"ninja", "psutil", "packaging", "einops"} <= set(locked)  # what flash-attn is built with
-
-
 # --- make_locks.py
-
-
-def test_cpu_hashes_are_added_once() -> None:
-    torch = "torch==2.2.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa\n    # via x\n"
-    once = make_locks.allow_cpu_build(torch, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n")
-    assert once == torch.replace("    --hash=sha256:aa", "    --hash=sha256:bb \\\n    --hash=sha256:aa")
-    assert make_locks.allow_cpu_build(once, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n") == once
 
 
 def test_a_generation_takes_the_versions_of_those_before_it_but_for_another_torch(

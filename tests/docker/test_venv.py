@@ -87,19 +87,6 @@ def test_a_set_up_installs_the_locks_once(venv):
     assert (again.returncode, again.stderr, (venv.fake / "pip").exists()) == (0, "", False)
 
 
-def test_it_is_kept_for_its_own_generation_and_made_again_for_another(venv):
-    """pip takes torch's CPU build for the CUDA build that another generation's lock asks for."""
-    cleared = []
-    for generation in ("hopper", "cpu", "cpu"):
-        age(venv)
-        assert venv.command("docker/venv.sh", "setup", "run", generation).returncode == 0
-        cleared.append((venv.fake / "changes").read_text().count("cleared"))
-    assert cleared == [0, 1, 1]
-    (venv.checkout / ".venv" / ".unfinished").touch()
-    assert venv.command("docker/venv.sh", "setup", "run").returncode == 0
-    assert (venv.fake / "changes").read_text().count("cleared") == 2
-
-
 def test_a_run_sets_it_up_for_its_gpus_with_the_given_python(venv):
     venv.install("python3.12", PYTHON.replace("cleared", "cleared by python3.12"))
     venv.gpus(H200)

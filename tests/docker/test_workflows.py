@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = sorted(path.parent.name for path in (ROOT / "docker").glob("*/generation.env"))
 TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 # YAML 1.1 reads the key `on` as true.
 WORKFLOWS: dict[str, dict[Any, Any]] = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
@@ -27,12 +25,6 @@ SCRIPTS = {
     for step in facts["steps"]
     if "run" in step
 }
-
-
-def script_with(text: str) -> str:
-    """The only script that contains a text."""
-    (found,) = [script for script in SCRIPTS.values() if text in script]
-    return found
 
 
 def tool(name: str) -> str:
@@ -79,26 +71,3 @@ def test_a_script_is_valid_and_shellcheck_finds_nothing(name: str) -> None:
     for words in (["bash", "-n"], [tool("shellcheck"), "-"]):
         done = subprocess.run(words, input=script, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-def test_what_a_script_names_exists() -> None:
-    text = "\n".join(SCRIPTS.values())
-    (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert re.findall(r"\bmake ([a-z-]+)", text) == ["publish"]
-    assert "publish" in phony.split()
-    for name in re.findall(r"(?:/tunebook/|\s)(\.ci/\w+|docker/[\w./-]+\.lock)", text):
-        assert (ROOT / name).is_file(), name
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
-
-
-def test_facts_that_are_repeated_match_their_sources() -> None:
-    inputs = WORKFLOWS["images"][True]["workflow_dispatch"]["inputs"]
-    assert sorted(inputs["generation"]["options"]) == sorted(["all", *FOLDERS])
-    (listed,) = re.findall(r"'\[(.*?)\]' \|\|", JOBS["images.image"]["strategy"]["matrix"]["generation"])
-    assert sorted(re.findall(r'"(\w+)"', listed)) == FOLDERS
-    (base,) = re.findall(r"^ARG DEFAULT_BASE_IMAGE=(.*)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
-    script = script_with(".ci/run")
-    assert f" {base} " in " ".join(script.split())
-    volume = re.findall(r"TUNEBOOK_CI_ENGINE_DATA:-(.*)}", (ROOT / ".ci" / "engine").read_text())
-    assert re.findall(r"--volume (/\S+)", script) == volume
-    assert re.findall(r"https?://[^/\s]+", "\n".join(TEXTS.values())) == [], "registries are the repository's variables"

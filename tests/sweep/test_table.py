@@ -86,11 +86,6 @@ def test_the_validation_loss_is_that_of_the_model_which_was_kept(result_of: Make
     assert result_of(losses=(3.0, 2.0), validation=((1, 9.0), (2, 33.5)), best_step=1).validation_loss == 9.0
 
 
-def test_a_trial_that_stopped_early_says_when(result_of: MakeResult) -> None:
-    found = result_of(losses=(3.0,), reason="stopped early after step 2: no better loss; model/ is checkpoint-1")
-    assert found.how_it_ended == "finished: stopped early after step 2: no better loss"
-
-
 def test_a_failed_trial_shows_the_first_line_of_its_error_and_where_the_rest_is(result_of: MakeResult) -> None:
     reason = "no memory " + 100 * "for this " + "\na second line"
     found = result_of(exit_code=3, losses=(3.0, None), state="failed", reason=reason)

@@ -113,21 +113,6 @@ def test_a_machine_is_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert divide([], 2) == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
-def test_trials_side_by_side_see_gpus_of_their_own(tmp_path: Path) -> None:
-    program = "import os, sys; open(f'{sys.argv[1]}/{sys.argv[2]}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
-    study, stop = study_in(tmp_path, 4), StopRequests()
-    run_trials(
-        study,
-        divide(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], 2),
-        stop,
-        print,
-        lambda _study, trial: [sys.executable, "-c", program, str(tmp_path), str(trial.number)],
-    )
-    seen = [(tmp_path / str(number)).read_text() for number in range(4)]
-    assert set(seen) == {"GPU-a,GPU-b", "GPU-c,GPU-d"}
-    assert set(seen[:2]) == set(seen)
-
-
 @pytest.mark.parametrize(
     ("program", "exit_code", "how"),
     [

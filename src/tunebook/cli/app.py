@@ -170,14 +170,13 @@ def doctor(
 def data(
     words: Words = None,
     samples: Annotated[int, typer.Option("--samples", min=0, help="How many documents to show.")] = 3,
-    page: Annotated[Path | None, typer.Option("--page", help="Write it as an HTML page to this file, too.")] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
     from tunebook.commands.data import show_data
 
     recipe, overrides = split(words)
-    show_data(recipe, overrides, recipes_dir or [], samples, page, make_console())
+    show_data(recipe, overrides, recipes_dir or [], samples, make_console())
 
 
 @app.command(name="eval")
