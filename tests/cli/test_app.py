@@ -126,15 +126,6 @@ def test_plan_and_dry_run_are_the_same_plan(run):
     assert json.loads(shown)["problems"][0]["id"] == "unknown-key"
 
 
-@pytest.mark.parametrize("words", [("plan",), ("train", "--dry-run")])
-def test_a_plan_that_does_not_fit_is_shown_and_ends_with_3(run, words):
-    machine = ("hardware=volta", "hardware.gpus_per_node=8", "hardware.memory_gib=8")
-    code, shown, said = run(*words, "qwen3b_zero2", *machine)
-    assert code == 3
-    assert "one optimizer step: 528 documents" in shown
-    assert said.startswith("error: by estimate this plan does not fit")
-
-
 def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
     asked = []
 

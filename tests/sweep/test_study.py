@@ -118,31 +118,6 @@ def test_a_trial_that_finished_after_its_sweep_was_killed_is_not_run_again(tmp_p
     assert (result.final_loss, result.seconds) == (0.25, 4.0)
 
 
-def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(tmp_path: Path) -> None:
-    study = study_in(tmp_path, SEARCHED, num_trials=20, prune=2)
-
-    def worse_at(*losses: float | None) -> int | None:
-        trial = study.next_trial()
-        assert trial is not None
-        assert study.worse_at(trial) is None  # nothing logged yet
-        log(study, trial.number, *losses)
-        step = study.worse_at(trial)
-        if step is None:
-            assert study.worse_at(trial) is None  # nothing is reported twice
-            study.finish(trial.number, 0, seconds=1.0)
-        else:
-            study.finish(trial.number, 6, seconds=1.0, was_pruned=True)
-        return step
-
-    for number in range(5):
-        assert worse_at(9.0 - number, 5.0 - number, 3.0 - number) is None
-    assert worse_at(6.9, None, 0.9) is None  # the medians are 7, 3 and 1
-    assert worse_at(7.1, 3.1, 0.0) == 2  # its first step is worse too, but too early
-    assert states(study)[-1] == "PRUNED"
-    study.reopen()
-    assert study.num_open == 20 - 7
-
-
 def test_a_lower_score_is_better_if_its_tasks_say_so(tmp_path: Path) -> None:
     study = study_in(tmp_path, metric="evaluation_score")
     for score, is_higher_better in ((12.0, False), (0.5, True)):

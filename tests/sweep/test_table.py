@@ -131,7 +131,6 @@ def test_the_exit_code_is_that_of_the_first_trial_that_did_not_finish(
     codes: tuple[int | None, ...], expected: int
 ) -> None:
     assert sweep_exit_code(rows(*(None if code is None else result(code) for code in codes))) == expected
-    assert sweep_exit_code(rows(result(6, was_pruned=True), result(0))) == 0
 
 
 def test_the_file_has_a_line_for_each_trial_with_every_override_and_measurement(tmp_path: Path) -> None:

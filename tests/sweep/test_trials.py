@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -36,12 +35,6 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
 pathlib.Path(sys.argv[1], "running").touch()
 time.sleep(600)
-"""
-# A sweep of one trial, to be killed.
-SWEEP = """
-import sys
-from tests.sweep.test_trials import run_program
-run_program(sys.argv[1], sys.argv[2])
 """
 
 
@@ -145,40 +138,3 @@ def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path, monkey
     result = run_one(IGNORES_REQUESTS, tmp_path)
     watcher.join()
     assert (result.exit_code, result.how_it_ended) == (6, "stopped by SIGINT")
-
-
-def test_a_trial_is_asked_to_save_when_its_sweep_is_killed(tmp_path: Path) -> None:
-    sweep = subprocess.Popen([sys.executable, "-c", SWEEP, STOPS_CLEANLY, str(tmp_path)])
-    while not (tmp_path / "running").exists():
-        time.sleep(0.05)
-    sweep.kill()
-    sweep.wait()
-    end = time.monotonic() + 10
-    while not (tmp_path / "saved").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert (tmp_path / "saved").exists()
-
-
-def test_a_trial_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
-    # Six trials log their number as the loss; the last one is the worst, and waits to be stopped.
-    program = """
-import json, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
-folder = pathlib.Path(sys.argv[1], f"trial-{int(sys.argv[2]):03d}")
-folder.mkdir()
-(folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": float(sys.argv[2])}) + "\\n")
-time.sleep(30 if sys.argv[2] == "5" else 0)
-"""
-    study, stop = study_in(tmp_path, 6, prune=2), StopRequests()
-    run_trials(
-        study,
-        [{}],
-        stop,
-        print,
-        lambda _study, trial: [sys.executable, "-c", program, str(tmp_path), str(trial.number)],
-    )
-    *finished, pruned = [row.result for row in study.rows()]
-    assert [one and one.exit_code for one in finished] == [0] * 5
-    assert pruned is not None
-    assert pruned.how_it_ended.startswith("pruned at step 3: final_loss")
-    assert study.num_open == 0

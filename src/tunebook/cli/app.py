@@ -59,7 +59,7 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
 
     Raises: RequestError for an unknown key, with the nearest, and for a key that is set twice.
     """
-    given: dict[str, str] = {}
+    typed: dict[str, str] = {}
     for word in words or []:
         key, has_value, value = word.partition("=")
         if not has_value:
@@ -69,19 +69,19 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
                 f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
                 problem_id="unknown-key",
             )
-        if key in given:
+        if key in typed:
             raise RequestError(
-                f"'{word}' sets {key} once more, after {key}={given[key]}; type one of them", problem_id="setting-twice"
+                f"'{word}' sets {key} once more, after {key}={typed[key]}; type one of them", problem_id="setting-twice"
             )
-        given[key] = value
-    return given
+        typed[key] = value
+    return typed
 
 
-def task_names(given: dict[str, str]) -> list[str] | None:
+def task_names(typed: dict[str, str]) -> list[str] | None:
     """The tasks of `tasks=a,b`, also in brackets; None if it was not typed."""
-    if "tasks" not in given:
+    if "tasks" not in typed:
         return None
-    return [name.strip() for name in given["tasks"].strip("[]").split(",") if name.strip()]
+    return [name.strip() for name in typed["tasks"].strip("[]").split(",") if name.strip()]
 
 
 @app.command()
@@ -132,8 +132,8 @@ def plan(
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
-    given = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure}
-    options = [option for option, is_given in (given | {"--longest": longest}).items() if is_given]
+    typed = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure}
+    options = [option for option, is_typed in (typed | {"--longest": longest}).items() if is_typed]
     if len(options) > 1 and (compare or as_yaml):
         raise RequestError(f"{' and '.join(options)} print different things; type one of them", problem_id="plan-form")
     if compare:
@@ -216,12 +216,12 @@ def evaluate(
     from tunebook.evaluate.command import EvaluationRequest, evaluate_command
 
     code_words = [word for word in words or [] if word.startswith("evaluation.code.")]
-    given = settings([word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks"))
+    typed = settings([word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks"))
     request = EvaluationRequest(
-        run=given.get("run"),
-        model=given.get("model"),
-        suite=given.get("suite"),
-        tasks=task_names(given),
+        run=typed.get("run"),
+        model=typed.get("model"),
+        suite=typed.get("suite"),
+        tasks=task_names(typed),
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
@@ -250,10 +250,10 @@ def fetch(
 
     keys = ("suite", "tasks")
     own = [word for word in words or [] if word.partition("=")[0] in keys]
-    given = settings(own, keys)
+    typed = settings(own, keys)
     recipe, overrides = split([word for word in words or [] if word not in own])
     fetch_command(
-        recipe, overrides, recipes_dir or [], make_console(), suite=given.get("suite"), tasks=task_names(given)
+        recipe, overrides, recipes_dir or [], make_console(), suite=typed.get("suite"), tasks=task_names(typed)
     )
 
 
@@ -283,10 +283,10 @@ def chat(
     from tunebook.record.run_folder import LATEST
     from tunebook.train.image import refuse_wrong_image
 
-    given = settings(words, ("run", "model"))
-    if len(given) == 2:
+    typed = settings(words, ("run", "model"))
+    if len(typed) == 2:
         raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
-    target = next(iter(given.values()), LATEST)
+    target = next(iter(typed.values()), LATEST)
     refuse_wrong_image()
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     chat_command(target, outputs, prompt=prompt, system=system, sampling=sampling)
@@ -299,9 +299,7 @@ def sweep(
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs",
-            min=1,
-            help="Trials at a time; if unset, 1. On this machine the GPUs are divided evenly.",
+            "--jobs", min=1, help="Trials at a time; if unset, 1. The GPUs of this machine are divided evenly."
         ),
     ] = None,
     num_trials: Annotated[
@@ -324,12 +322,6 @@ def sweep(
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Of a search's proposals; if unset, 0.")
     ] = None,
-    prune: Annotated[
-        int | None,
-        typer.Option(
-            "--prune", min=1, help="From this step on, end trials that are worse than the median of 5 or more."
-        ),
-    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe once per combination of values (key=1,2 key=a,b), or search for the best, and rank the results.
@@ -340,7 +332,7 @@ def sweep(
     from tunebook.commands.sweep import SweepOptions, sweep_command
 
     recipe, overrides = split(words)
-    options = SweepOptions(jobs=jobs, num_trials=num_trials, metric=metric, seed=seed, prune=prune)
+    options = SweepOptions(jobs=jobs, num_trials=num_trials, metric=metric, seed=seed)
     outlive_readers()
     code = sweep_command(recipe, overrides, recipes_dir or [], make_console(), options=options, dry_run=dry_run)
     raise typer.Exit(code)

@@ -111,10 +111,10 @@ def _show_longest(row: LongestRow | None, draft: Draft, console: Console) -> Non
         print_text("Longest row: not known; the model's size or hardware.memory_gib is unknown", console)
         return
     shared = f" shared by {group} GPUs" if group > 1 else ""
-    found = f"{row.tokens:,} tokens" if row.tokens else "none fits"
+    length = f"{row.tokens:,} tokens" if row.tokens else "none fits"
     end = ", all positions of the model" if row.has_all_positions else ""
     title = f"Longest row{shared} (estimated, one document in each row, {hardware.memory_gib:g} GiB a GPU)"
-    print_lines([f"{title}: {found}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
+    print_lines([f"{title}: {length}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
 
 
 def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
 
 
 def _show_suggestions(suggested: list[Suggestion], console: Console) -> None:
-    if any(each.fits for each in suggested):
+    if any(suggestion.fits for suggestion in suggested):
         print_text("What would fit, by estimate, to be typed after the recipe:", console)
     elif suggested:
         print_text("Nothing that was tried fits for certain; the least memory takes:", console)
-    for each in suggested:
-        print_text(f"  {' '.join(each.overrides)}   ({each.total_gib:.1f} GiB)", console)
+    for suggestion in suggested:
+        print_text(f"  {' '.join(suggestion.overrides)}   ({suggestion.total_gib:.1f} GiB)", console)

@@ -1,7 +1,6 @@
 """`tunebook sweep`: check every trial, run each in its own folder, rank them.
 
-Exit code: 0 if every trial finished or was pruned, otherwise that of the first trial that did not; 6 if the sweep was
-stopped.
+Exit code: 0 if every trial finished, otherwise that of the first trial that did not; 6 if the sweep was stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
 from tunebook.sweep.table import (
     CSV_FILE,
-    LOGGED_WHILE_RUNNING,
     METRICS,
     ranked,
     sweep_exit_code,
@@ -47,7 +45,6 @@ class SweepOptions:
     num_trials: int | None = None
     metric: str | None = None
     seed: int | None = None
-    prune: int | None = None
 
 
 def sweep_command(
@@ -122,7 +119,6 @@ def plan_sweep(
         num_trials=options.num_trials,
         metric=_metric(options, configs),
         seed=options.seed or 0,
-        prune=options.prune,
     )
     return sweep, configs[0]
 
@@ -195,11 +191,6 @@ def _metric(options: SweepOptions, configs: list[RunConfig]) -> str:
             "(dataset.validation_share=0.05), or choose an evaluation (evaluation=quickstart)",
             problem_id="sweep-metric",
         )
-    if options.prune and metric not in LOGGED_WHILE_RUNNING:
-        raise RequestError(
-            f"--prune: a running trial does not show its {metric} yet; add --metric=final_loss",
-            problem_id="sweep-option",
-        )
     return metric
 
 
@@ -245,8 +236,8 @@ def _show(study: Study, console: Console) -> None:
 
 
 def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
-    how = f"{options.jobs or 1} at a time"
+    rate = f"{options.jobs or 1} at a time"
     if sweep.num_trials is None:
-        return how
+        return rate
     keys = ", ".join(sweep.space.choices)
-    return f"{how}, over {keys}, searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"
+    return f"{rate}, over {keys}, searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"

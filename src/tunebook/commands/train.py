@@ -100,11 +100,11 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     show_summary(prepared, console)
     plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
     print_lines(batch_lines(plan), console)
-    found = folder or unfinished_run(config, lambda text: print_text(text, console))
-    is_done = found is not None and is_trained(found, config)
+    resumed = folder or unfinished_run(config, lambda text: print_text(text, console))
+    is_done = resumed is not None and is_trained(resumed, config)
     identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
-    checkpoint = None if is_done else expected_checkpoint(config, found, identity)
-    folder = _make_folder(config, found)
+    checkpoint = None if is_done else expected_checkpoint(config, resumed, identity)
+    folder = _make_folder(config, resumed)
     with working_in(folder) as lock:
         set_up_folder(job, plan, prepared, folder)
         print_text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}", console)
@@ -126,12 +126,12 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
         return prepare(config, progress)
 
 
-def _make_folder(config: RunConfig, found: Path | None) -> Path:
+def _make_folder(config: RunConfig, resumed: Path | None) -> Path:
     """Return the named folder or the folder of the run to resume; otherwise a new one."""
-    if found is None:
+    if resumed is None:
         return create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
-    refuse_if_queued(found)
-    return make_run_folder(found)
+    refuse_if_queued(resumed)
+    return make_run_folder(resumed)
 
 
 def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:

@@ -101,7 +101,7 @@ def _parse(text: str) -> tuple[RunConfig, str]:
 def _escaped(value: Any) -> Any:
     """Plain values escaped so that OmegaConf reads no `${` in them as an interpolation."""
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", value)
+        return re.sub(r"(\\*)\$\{", lambda match: f"{2 * match[1]}\\${{", value)
     if isinstance(value, list):
         return [_escaped(item) for item in value]
     if isinstance(value, dict):
@@ -138,7 +138,7 @@ def _path_settings(config: RunConfig) -> Iterator[tuple[Any, str]]:
         yield from ((source, key) for key in ("path", "name"))
 
 
-def plain_config(**given: Any) -> RunConfig:
+def plain_config(**given_sections: Any) -> RunConfig:
     """A `RunConfig` of the given fields without Hydra; other sections have the schema's defaults, for one process.
 
     Nothing is resolved or checked, and there is nothing to train: no task, no learning rate, rows of no tokens.
@@ -154,4 +154,4 @@ def plain_config(**given: Any) -> RunConfig:
         "training": {"max_length": 0},
     }
     sections: dict[str, Any] = {name: schema(**required.get(name, {})) for name, schema in schemas.items()}
-    return RunConfig(**sections | given)
+    return RunConfig(**sections | given_sections)

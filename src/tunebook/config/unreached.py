@@ -18,12 +18,12 @@ def outermost_modules(unreached: Set[str], everything: Collection[str]) -> list[
     """
     reached = [name.split(".") for name in everything if name not in unreached]
     used = {".".join(parts[:length]) for parts in reached for length in range(1, len(parts) + 1)}
-    found: set[str] = set()
+    outermost: set[str] = set()
     for name in unreached:
         parts = name.split(".")
         modules = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        found.add(next(module for module in modules if module not in used))
-    return sorted(found)
+        outermost.add(next(module for module in modules if module not in used))
+    return sorted(outermost)
 
 
 def expression(modules: Collection[str]) -> str:

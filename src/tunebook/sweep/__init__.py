@@ -4,6 +4,5 @@ space (what the overrides list or search) -> study (Optuna's storage in the swee
 trials (each a `tunebook train`) -> table
 
 The values are read by Hydra's own parser. Its launchers and sweepers are not used: hydra-optuna-sweeper needs optuna
-2.10.1 and cannot prune (hydra#1954), and hydra-joblib-launcher kills its workers on Ctrl-C, so that no trial could
-save.
+2.10.1, and hydra-joblib-launcher kills its workers on Ctrl-C, so that no trial could save.
 """

@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 
 import optuna
-from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -27,16 +26,14 @@ from optuna.trial import FrozenTrial, TrialState
 from tunebook.errors import InvalidTrainingError
 from tunebook.files import atomic_write_json, read_json, sha256_text
 from tunebook.record.manifest import manifest_or_empty
-from tunebook.record.metrics import read_metrics
 from tunebook.record.run_folder import age_key, make_run_folder, make_unique, time_name
 from tunebook.sweep.space import Space, Values, as_text, read_space
-from tunebook.sweep.table import LOGGED_WHILE_RUNNING, Row, TrialResult, cost_of, read_result, write_csv
+from tunebook.sweep.table import Row, TrialResult, cost_of, read_result, write_csv
 
 SWEEP_FILE = "sweep.json"
 STUDY_FILE = "study.jsonl"
 RESUMES = "training.resume=auto"
 _NAME = "sweep"  # of the one study in the journal
-_NUM_NEVER_PRUNED = 5  # Optuna's default: there is no median of one or two trials
 _FINAL = (0, InvalidTrainingError.exit_code)  # exit codes of trials that would end the same way again
 
 
@@ -51,7 +48,6 @@ class Sweep:
     num_trials: int | None  # of a search; None: a grid
     metric: str
     seed: int = 0  # of the search
-    prune: int | None = None  # the first step after which a trial may be ended early
 
     @cached_property
     def space(self) -> Space:
@@ -94,7 +90,6 @@ class Study:
         self._study = optuna.create_study(
             storage=self._storage,
             study_name=_NAME,
-            pruner=MedianPruner(_NUM_NEVER_PRUNED, n_warmup_steps=sweep.prune) if sweep.prune else NopPruner(),
             load_if_exists=True,
         )
 
@@ -161,20 +156,7 @@ class Study:
         self._study.sampler = TPESampler(seed=self.sweep.seed + len(self.trials))
         return self._study.ask(self.sweep.space.choices)
 
-    def worse_at(self, trial: optuna.Trial) -> int | None:
-        """Report what a trial has logged since the last call; return the first step at which it was to be pruned."""
-        reported, worse_at = self.trials[trial.number].intermediate_values, None
-        for line in read_metrics(self.run_folder(trial.number)):
-            value, step = line.get(LOGGED_WHILE_RUNNING[self.sweep.metric]), int(line["step"])
-            if value is not None and step not in reported:
-                trial.report(value, step)
-                if worse_at is None and trial.should_prune():
-                    worse_at = step
-        return worse_at
-
-    def finish(
-        self, number: int, exit_code: int, *, seconds: float, reason: str | None = None, was_pruned: bool = False
-    ) -> TrialResult:
+    def finish(self, number: int, exit_code: int, *, seconds: float, reason: str | None = None) -> TrialResult:
         """Record how a turn of a trial ended, also in sweep.csv. `reason`: set if the sweep ended the trial."""
         before = self.trials[number].user_attrs.get("result", {}).get("seconds", 0.0)
         result = read_result(
@@ -183,13 +165,10 @@ class Study:
             exit_code,
             seconds=round(before + seconds, 1),
             reason=reason,
-            was_pruned=was_pruned,
         )
         self._storage.set_trial_user_attr(self._id_of(number), "result", asdict(result))
         cost = cost_of(result, self.sweep.metric)
-        if result.was_pruned:
-            self._study.tell(number, state=TrialState.PRUNED)
-        elif cost is not None:
+        if cost is not None:
             self._study.tell(number, cost)
         elif exit_code in _FINAL:  # without the metric, or an invalid training
             self._study.tell(number, state=TrialState.FAIL)

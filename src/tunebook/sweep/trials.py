@@ -61,7 +61,6 @@ class RunningTrial:
     process: subprocess.Popen[bytes]
     slot: dict[str, str]
     started: float = field(default_factory=time.monotonic)
-    worse_at: int | None = None  # the step at which it was found worse than the others, and asked to stop
 
 
 def run_trials(
@@ -90,12 +89,7 @@ def run_trials(
             if stop.is_urgent:
                 kill_descendants(entry.process.pid)
                 entry.process.kill()
-            has_ended = entry.process.poll() is not None
-            if study.sweep.prune and entry.worse_at is None:  # also of an ended trial: it counts in the median
-                entry.worse_at = study.worse_at(entry.trial)
-                if entry.worse_at is not None:
-                    entry.process.terminate()
-            if has_ended:
+            if entry.process.poll() is not None:
                 running.remove(entry)
                 free.append(entry.slot)
                 _finish(study, entry, stop, say)
@@ -104,14 +98,11 @@ def run_trials(
 def _finish(study: Study, ended: RunningTrial, stop: StopRequests, say: Say) -> None:
     with ended.process:  # closes its input
         code = ended.process.returncode
-    number, reason, was_pruned = ended.trial.number, None, False
-    if ended.worse_at is not None and code != 0:
-        reason = f"pruned at step {ended.worse_at}: {study.sweep.metric} worse than the median of the trials before"
-        code, was_pruned = StoppedError.exit_code, True
-    elif stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
+    number, reason = ended.trial.number, None
+    if stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
         code, reason = StoppedError.exit_code, f"stopped by {stop.first}"
     elif code < 0:
         code, reason = 1, f"failed: killed by signal {-code} (more in {study.log_file(number).name})"
     seconds = time.monotonic() - ended.started
-    result = study.finish(number, code, seconds=seconds, reason=reason, was_pruned=was_pruned)
+    result = study.finish(number, code, seconds=seconds, reason=reason)
     say(f"trial {number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")
