@@ -46,7 +46,8 @@ def test_a_recipe_that_fits_this_machine(levels):
 
 
 def test_a_recipe_for_gpus_that_are_not_here(levels):
-    found = levels("quickstart", "hardware=hopper", "parallelism=ddp", "hardware.gpus_per_node=2")
+    gpus = ("hardware=hopper", "parallelism=ddp", "hardware.gpus_per_node=2")
+    found = levels("quickstart", *gpus, "attention=sdpa", "packing=padded", "model.compile_layers=false")
     assert (found["no-gpu-here"], found["recipe"]) == ("error", "ok")
 
 

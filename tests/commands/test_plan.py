@@ -119,6 +119,7 @@ def test_the_json_of_a_plan_is_complete(as_json: Any, recipe: str) -> None:
     assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])
 
 
+@pytest.mark.nightly
 def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: Any) -> None:
     words = ("model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "hardware=hopper")
     words += ("hardware.gpus_per_node=8",)
@@ -171,6 +172,7 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
     assert "Nothing that was tried fits for certain; the least memory takes:\n  peft=" in out
 
 
+@pytest.mark.nightly
 def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
     words = ("hardware.host_memory_gib=931",)
     code, plan = as_json("llama2_70b_fsdp_1node", *words)

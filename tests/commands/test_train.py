@@ -99,7 +99,7 @@ def test_an_upload_without_a_network_is_refused_and_none_asks_nobody(monkeypatch
     assert raised.value.problem_id == "upload-not-possible"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_that_cannot_be_loaded_is_refused_before_anything_is_prepared() -> None:
     job = plan_job("quickstart", ["hardware=cpu", "evaluation=tasks", "evaluation.tasks=[gsm8k]"], [])
     with pytest.raises(RequestError) as raised:  # there is no network

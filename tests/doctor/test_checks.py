@@ -100,6 +100,7 @@ def test_links(kind, level, monkeypatch):
     assert found is not None and found.level == level
 
 
+@pytest.mark.nightly
 def test_a_real_all_reduce_between_processes(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     found = check_nccl(2, "gloo")

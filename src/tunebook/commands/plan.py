@@ -38,11 +38,11 @@ def plan_command(
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
-    With `is_measured`, two steps are trained first unless they are cached. JSON is
-    always printed; it includes the problems. With `as_yaml` only the resolved configuration is printed, and warnings go
-    to standard error. With `is_longest` the longest row that fits is printed instead of the plan, and added to the
-    JSON. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
-    DoesNotFitError for a plan that cannot fit, DataError for missing files.
+    With `is_measured`, two steps are trained first unless they are cached. JSON is always printed; it includes the
+    problems. With `as_yaml` only the resolved configuration is printed, and warnings go to standard error. With
+    `is_longest` the longest row that fits is printed instead of the plan, and added to the JSON. Otherwise raises:
+    RequestError or RulesError for a wrong request, and after printing DoesNotFitError for a plan that cannot fit,
+    DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:

@@ -48,7 +48,7 @@ def wrong_value(error: Exception, layer: Layer, groups: dict[str, str]) -> Reque
         return _unknown_key(key, getattr(error, "object_type", None), layer, groups)
     if match := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
         text += f".{did_you_mean(match[1], match[2].split(', '))}"
-    elif match := re.search(r"Interpolation key '(.*)' not match", text):
+    elif match := re.search(r"Interpolation key '(.*)' not found", text):
         text += f".{did_you_mean(match[1], all_keys())}"
     elif "not a ListConfig" in text:
         text += " A list is typed [a,b]."
