@@ -153,29 +153,6 @@ def test_eval_takes_tasks():
     assert (task_names({"tasks": ""}), task_names({})) == ([], None)
 
 
-def test_chat_passes_its_options(run, monkeypatch, tmp_path):
-    from tunebook.evaluate.chat import Sampling
-
-    asked = {}
-    monkeypatch.setattr(
-        "tunebook.evaluate.chat.chat_command",
-        lambda target, outputs, **settings: asked.update(settings, target=target, outputs=outputs),
-    )
-    assert run("chat")[0] == 0
-    usual = {"prompt": None, "system": None, "sampling": Sampling(max_new_tokens=512, temperature=0.0, seed=0)}
-    assert asked == usual | {"target": "latest", "outputs": Path("outputs")}
-    run("chat", "run=quickstart", "--prompt", "hello", "--system", "", "--temperature", "0.7", "--seed", "4")
-    sampling = Sampling(max_new_tokens=512, temperature=0.7, seed=4)
-    assert asked == {
-        "prompt": "hello", "system": "", "sampling": sampling, "target": "quickstart", "outputs": Path("outputs"),
-    }  # fmt: skip
-    assert run("chat", "--max-new-tokens", "0")[0] == 2
-    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
-    code, _, said = run("chat")
-    assert code == 2
-    assert "build the image again" in said
-
-
 PROGRAM = """
 import os, signal, sys, time
 from tunebook.cli.app import _interrupt_on_request

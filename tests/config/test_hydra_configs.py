@@ -201,8 +201,13 @@ def test_layers_attend_to_the_document_or_to_a_window(model: str, full: int, sli
     assert (layers.attention_width, layers.sliding_width, layers.sliding_window) == (full, sliding, window)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[] if model in ("llama31_8b", "qwen3_30b_a3b") else [pytest.mark.nightly])
+        for model in MODELS
+    ],
+)
 def test_parameters_are_those_of_the_architecture_itself(model: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -6,7 +6,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -54,7 +53,12 @@ def plan_command(
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
     suggested = suggest(draft) if is_in_doubt and not as_yaml else []
     if as_json:
-        content = draft_json(draft) | {"would_fit": [_suggestion_json(each) for each in suggested if each.fits]}
+        content = draft_json(draft)
+        content["would_fit"] = [
+            {"overrides": suggestion.overrides, "total_gib": round(suggestion.total_gib, 3)}
+            for suggestion in suggested
+            if suggestion.fits
+        ]
         if is_longest:
             longest = longest_row(draft) if draft.memory is not None else None
             content["longest"] = None if longest is None else asdict(longest)
@@ -115,10 +119,6 @@ def _show_longest(row: LongestRow | None, draft: Draft, console: Console) -> Non
     end = ", all positions of the model" if row.has_all_positions else ""
     title = f"Longest row{shared} (estimated, one document in each row, {hardware.memory_gib:g} GiB a GPU)"
     print_lines([f"{title}: {length}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
-
-
-def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
-    return {"overrides": suggestion.overrides, "total_gib": round(suggestion.total_gib, 3)}
 
 
 def _show_suggestions(suggested: list[Suggestion], console: Console) -> None:

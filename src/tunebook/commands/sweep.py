@@ -78,7 +78,12 @@ def sweep_command(
         study = Study(folder, sweep)
         study.enqueue_grid()
         print_text(f"{'resuming the sweep in' if earlier else 'sweep:'} {folder}", console)
-        _reopen(study)
+        for row in study.rows():  # the processes of a killed sweep may still save
+            trial_folder = study.run_folder(row.number)
+            if (trial_folder / LOCK_FILE).is_file():
+                with working_in(trial_folder, _SAVES_WITHIN_S):
+                    pass
+        study.reopen()
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
         jobs = options.jobs or 1
         gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
@@ -109,8 +114,15 @@ def plan_sweep(
     drafts = [draft_run(recipe, space.overrides(values), recipes_dirs, share) for values in trials]
     _check_trials(trials, drafts, machine, options, is_started=is_started)
     configs = [draft.config for draft in drafts]
-    if isinstance(configs[0].launcher, SlurmConfig):
-        _check_slurm(configs[0], is_started=is_started)
+    on_slurm = [config for config in configs if isinstance(config.launcher, SlurmConfig)]
+    if any(isinstance(config.launcher, SlurmConfig) and not config.launcher.wait for config in configs):
+        raise RequestError(
+            "a sweep on Slurm submits a job for each trial and waits for it to end; add launcher.wait=true, and "
+            "--jobs=8 for so many jobs at a time",
+            problem_id="sweep-needs-wait",
+        )
+    if on_slurm and is_started:
+        check_job(on_slurm[0])
     sweep = Sweep(
         recipe=recipe,
         recipes_dirs=[str(folder.expanduser().absolute()) for folder in recipes_dirs],
@@ -161,19 +173,6 @@ def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
         raise draft.missing_data
 
 
-def _check_slurm(config: RunConfig, *, is_started: bool) -> None:
-    """Check that each trial can submit a job and wait for it. Raises: RequestError."""
-    assert isinstance(config.launcher, SlurmConfig)
-    if not config.launcher.wait:
-        raise RequestError(
-            "a sweep on Slurm submits a job for each trial and waits for it to end; add launcher.wait=true, and "
-            "--jobs=8 for so many jobs at a time",
-            problem_id="sweep-needs-wait",
-        )
-    if is_started:
-        check_job(config)
-
-
 def _is_here(config: RunConfig) -> bool:
     """Whether a trial's ranks run on this machine."""
     if isinstance(config.launcher, RayConfig):
@@ -201,38 +200,23 @@ def _measures(config: RunConfig, metric: str) -> bool:
     return metric != "evaluation_score" or bool(config.evaluation.tasks and config.evaluation.after)
 
 
-def _reopen(study: Study) -> None:
-    """Let the trials of an interrupted sweep run again, once the processes that it left have saved and ended."""
-    for row in study.rows():
-        folder = study.run_folder(row.number)
-        if (folder / LOCK_FILE).is_file():
-            with working_in(folder, _SAVES_WITHIN_S):
-                pass
-    study.reopen()
-
-
 def _conclude(study: Study, config: RunConfig, console: Console, *, was_stopped: bool) -> int:
     """Print the table and what remains; return the exit code."""
-    _show(study, console)
+    rows, sweep = study.rows(), study.sweep
+    if rows:
+        console.print(sweep_table(rows, sweep.metric))
+        print_text(f"written: {study.folder / CSV_FILE}", console)
+        rank, best = ranked(rows, sweep.metric)[0]
+        if rank:
+            overrides = sweep.space.overrides(best.values)
+            words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
+            print_text(f"best: {best.name}, again: {shell_command(words)}", console)
     if was_stopped and study.num_open:
         print_text(f"stopped; {same_command(config)} resumes it", console)
         return StoppedError.exit_code
     if study.num_open:
         print_text(f"{same_command(config)} tries {study.num_open} of {study.num_trials} trials again", console)
-    return sweep_exit_code(study.rows())
-
-
-def _show(study: Study, console: Console) -> None:
-    rows, sweep = study.rows(), study.sweep
-    if not rows:
-        return
-    console.print(sweep_table(rows, sweep.metric))
-    print_text(f"written: {study.folder / CSV_FILE}", console)
-    rank, best = ranked(rows, sweep.metric)[0]
-    if rank:
-        overrides = sweep.space.overrides(best.values)
-        words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
-        print_text(f"best: {best.name}, again: {shell_command(words)}", console)
+    return sweep_exit_code(rows)
 
 
 def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:

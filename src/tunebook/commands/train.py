@@ -104,10 +104,17 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     is_done = resumed is not None and is_trained(resumed, config)
     identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
     checkpoint = None if is_done else expected_checkpoint(config, resumed, identity)
-    folder = _make_folder(config, resumed)
+    if resumed is None:
+        folder = create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
+    else:
+        refuse_if_queued(resumed)
+        folder = make_run_folder(resumed)
     with working_in(folder) as lock:
         set_up_folder(job, plan, prepared, folder)
-        print_text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}", console)
+        note = f", resuming from {checkpoint}" if checkpoint is not None else ""
+        if is_done:
+            note = ", already trained: resuming with its evaluation"
+        print_text(f"run folder: {folder}{note}", console)
         clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
             attempt = Attempt(config=config, folder=folder, lock=lock, console=console, clock=clock)
@@ -124,20 +131,6 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
 
     with preparing(console) as progress:
         return prepare(config, progress)
-
-
-def _make_folder(config: RunConfig, resumed: Path | None) -> Path:
-    """Return the named folder or the folder of the run to resume; otherwise a new one."""
-    if resumed is None:
-        return create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
-    refuse_if_queued(resumed)
-    return make_run_folder(resumed)
-
-
-def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
-    if is_trained(folder, config):
-        return ", already trained: resuming with its evaluation"
-    return f", resuming from {checkpoint}" if checkpoint is not None else ""
 
 
 def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:
