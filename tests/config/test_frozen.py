@@ -12,7 +12,7 @@ import yaml
 
 from tunebook.config.book import as_word, placed, problems_of, resolve_path
 from tunebook.config.compose import compose
-from tunebook.config.frozen import config_to_yaml, load_config, place_paths, typed_in
+from tunebook.config.frozen import config_to_yaml, load_config, typed_in
 from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig
 
@@ -87,13 +87,6 @@ def test_placed_path_is_absolute_for_another_process(tmp_path: Path) -> None:
     assert as_word(placed("my.yaml", tmp_path)) == str(tmp_path / "my.yaml")
     assert as_word(placed("humaneval@my.jsonl", tmp_path)) == f"humaneval@{tmp_path}/my.jsonl"
     assert as_word("my.yaml") == "my.yaml"
-
-
-def test_paths_in_the_book_are_left(tmp_path: Path) -> None:
-    config = composed()
-    before = resolve_path(config.model.path or "")
-    place_paths(config, tmp_path)
-    assert resolve_path(config.model.path or "") == before
 
 
 @pytest.mark.parametrize("title", ["ends: in # a mark", "two\nlines", "'\"\\"])

@@ -141,20 +141,6 @@ def dockerfile() -> str:
     return text.replace("\\\n", " ")
 
 
-def stages() -> dict[str, str]:
-    """Stage -> what it starts from."""
-    return {name: base for base, name in re.findall(r"^FROM (\S+) AS (\S+)$", dockerfile(), re.MULTILINE)}
-
-
-def test_every_attention_package_has_a_stage_and_every_build_argument_is_known() -> None:
-    for file in DOCKER.glob("*/generation.env"):
-        (attention,) = re.findall(r"^ATTENTION=(\S+)$", file.read_text(), re.MULTILINE)
-        assert f"attention-{attention}" in stages()
-    known = set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
-    for service in SERVICES.values():
-        assert service["build"]["args"].keys() <= known
-
-
 def test_installation_sees_locks_and_not_the_sources() -> None:
     """Else an edit of the sources would install everything again."""
     venv = re.search(r"^FROM base AS venv$(.*?)^FROM ", dockerfile(), re.MULTILINE | re.DOTALL)
@@ -166,14 +152,6 @@ def test_installation_sees_locks_and_not_the_sources() -> None:
     assert locks is not None
     for copied in re.findall(r"^COPY (.*) \S+$", locks[1], re.MULTILINE):
         assert all(name.endswith((".lock", "install_lock.sh")) for name in copied.split())
-
-
-def test_secrets_are_mounted_where_something_is_fetched_and_never_copied() -> None:
-    for step in re.findall(r"^RUN .*$", dockerfile(), re.MULTILINE):
-        fetches = "with_site.sh " in step
-        assert ("type=secret,id=ca" in step) is fetches
-    assert "--no-index" in dockerfile()
-    assert "/run/secrets" not in dockerfile()
 
 
 # --- what reaches a build, and what an image's hash covers
@@ -212,6 +190,3 @@ def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None
 
 def sources_hash(folder: Path) -> str:
     return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(folder)], text=True).strip()
-
-
-# --- style

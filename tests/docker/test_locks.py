@@ -172,23 +172,3 @@ def test_the_architectures_serve_every_gpu_of_the_generation(folder: str) -> Non
     assert facts["ATTENTION"] == ("flash-attn-2" if has_attention else "none")
     flags = [flag for flag in facts["FLASH_ATTN_CUDA_ARCHS"].split(";") if flag]
     assert covered(capabilities if has_attention else [], [f"{flag[:-1]}.{flag[-1]}" for flag in flags])
-
-
-# --- make_locks.py
-
-
-def test_a_generation_takes_the_versions_of_those_before_it_but_for_another_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(make_locks, "DOCKER", tmp_path)
-    monkeypatch.setattr(make_locks, "TOOLS", tmp_path)
-    for folder, torch in (("cpu", "2.2"), ("ampere", "2.2"), ("hopper", "2.2"), ("blackwell", "2.2"), ("volta", "2.1")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "requirements.in").write_text(f"# why\ntorch=={torch}  # why\n")
-        (tmp_path / folder / "requirements.lock").write_text(f"idna==3\nnvidia-nccl==7\ntorch=={torch}\n{folder}==1\n")
-    assert make_locks.shared_versions("hopper").read_text().split() == [
-        "idna==3", "nvidia-nccl==7", "torch==2.2", "cpu==1", "ampere==1",
-    ]  # fmt: skip
-    assert make_locks.shared_versions("volta").read_text().split() == [
-        "idna==3", "cpu==1", "ampere==1", "hopper==1", "blackwell==1",
-    ]  # fmt: skip

@@ -63,24 +63,3 @@ def test_the_card_of_a_recipe_shows_its_run() -> None:
         assert ("Cut short" in card_of(recipe)) == (line["exit_code"] != 0)
         if line["exit_code"] == 0:
             assert line["losses"][-1] < line["losses"][0] / 4, recipe
-
-
-def largest_difference(losses: list[float], reference: list[float]) -> float:
-    return max(abs(loss / other - 1) for loss, other in zip(losses, reference, strict=True))
-
-
-def test_two_strategies_had_the_same_losses_as_the_cards_say() -> None:
-    losses = {line["recipe"]: line["losses"] for line in OLDER if "losses" in line}
-    for recipe, other, steps, stated in (
-        ("zero2_lora", "zero1_lora", 16, "3.5e-04"),
-        ("llama3_8b_fsdp_offload", "llama3_8b_ddp", 7, "2.6e-04"),
-    ):
-        assert f"{largest_difference(losses[recipe], losses[other][:steps]):.1e}" == stated
-        assert f"cut off after {steps} steps, had the losses of `{other}` up to there, to {stated}" in card_of(recipe)
-
-
-def test_fp8_had_the_losses_of_bf16_as_the_card_says() -> None:
-    losses = {line["recipe"]: line["losses"] for line in NEWER}
-    assert largest_difference(losses["llama3_8b_fp8"], losses["llama3_8b_fsdp_offload"]) < 0.0026
-    stated = "Its losses are those of `llama3_8b_fsdp_offload`, in bf16 on the same machine, within 0.26%"
-    assert stated in card_of("llama3_8b_fp8")
