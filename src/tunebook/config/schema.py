@@ -8,7 +8,7 @@ of a run says so in its metadata: `config.identity` leaves it out of the run's h
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
@@ -48,16 +48,6 @@ from tunebook.config.ranges import number
 
 _SAME_RESULT = {"identity": False}
 _SAME_LOSS = {"identity": False, "evidence": True}  # how a loss is computed: changes speed and memory
-
-
-def is_identity(setting: Field[Any]) -> bool:
-    """True if a different value of the field makes a different run."""
-    return bool(setting.metadata.get("identity", True))
-
-
-def describes_claim(setting: Field[Any]) -> bool:
-    """True if a different value of the field changes a run's losses, speed or memory."""
-    return is_identity(setting) or bool(setting.metadata.get("evidence", False))
 
 
 @dataclass(kw_only=True)
