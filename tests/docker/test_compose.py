@@ -62,13 +62,6 @@ def test_a_service_is_one_command_with_gpus_and_without_rights(name: str) -> Non
     assert service["ulimits"] == {"memlock": -1, "stack": 64 << 20}
 
 
-def test_by_cdi_each_service_gets_all_gpus_and_nothing_else_changes() -> None:
-    services = read(DOCKER / "cdi" / "compose.yaml")["services"]
-    device = {"driver": "cdi", "device_ids": ["nvidia.com/gpu=all"], "capabilities": ["gpu"]}
-    service = {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
-    assert services == dict.fromkeys(RUNNING, service)
-
-
 @pytest.mark.parametrize("name", RUNNING)
 def test_only_outputs_and_caches_can_be_written(name: str) -> None:
     writable = {"/cache", "/cache/huggingface", "/handover", "${TUNEBOOK_CHECKOUT:-/run/no}/outputs"}

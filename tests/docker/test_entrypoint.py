@@ -132,18 +132,6 @@ def test_a_sites_certificates_are_trusted_at_run_time(run: Run, tmp_path: Path) 
 # --- what it refuses
 
 
-def test_without_env_file_it_says_make_env(run: Run, image: Path) -> None:
-    (image / "image.json").unlink()
-    assert "    make env\n" in refused(run("train"))
-    assert "    make env\n" in refused(run("--help"))
-
-
-@pytest.mark.parametrize("changed", ["recipes/quickstart.yaml", "docker/volta.lock"])
-def test_an_image_of_other_sources_is_refused(run: Run, checkout: Path, changed: str) -> None:
-    (checkout / changed).write_text("changed")
-    assert "    make image\n" in refused(run("plan", "quickstart"))
-
-
 def test_on_request_the_images_own_sources_and_recipes_are_used(run: Run, checkout: Path) -> None:
     (checkout / "src" / "file").write_text("changed")
     done = run("plan", TUNEBOOK_USE_IMAGE_SOURCES="1")

@@ -274,63 +274,6 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(machine, refused, text, 
     assert machine.front(*TRAIN, GPU="cpu", WHERE="local").returncode == 0
 
 
-# --- registries
-
-
-def test_an_image_is_pushed_and_its_digest_recorded(machine, refused):
-    refused(machine.front("push", GPU="cpu"))
-    refused(machine.front("push", REGISTRY="x", GPU="cpu"))
-    machine.image("tunebook:cpu")
-    machine.act("docker-image-inspect", f'case "$*" in *RepoDigests*) echo {DIGEST}; exit ;; esac')
-    done = machine.front("push", REGISTRY="registry.example/path", GPU="cpu")
-    assert (done.returncode, done.stdout) == (0, f"{DIGEST}\n"), done.stderr
-    assert machine.calls("push") == ["push registry.example/path/tunebook:cpu"]
-    assert (machine.checkout / "docker" / "cpu" / "image.digest").read_text() == f"{DIGEST}\n"
-
-
-def test_a_published_image_is_pulled_and_used_if_it_is_of_this_checkout(machine, refused):
-    refused(machine.front("pull", GPU="cpu"))
-    machine.digest(DIGEST)
-    assert "make pull takes it" in machine.front(*TRAIN, GPU="cpu").stderr
-    assert "it is not of this checkout" in machine.front("pull", GPU="cpu").stderr
-    machine.image(DIGEST, "cpu")
-    assert "it is used from now on" in machine.front("pull", GPU="cpu").stderr
-    assert machine.setting("TUNEBOOK_IMAGE") == DIGEST
-    assert machine.calls("pull") == [f"pull {DIGEST}"] * 2
-
-
-# Written by `docker buildx bake --metadata-file`, shortened; other digests come before the one that is wanted.
-METADATA = f"""{{
-  "train": {{
-    "containerimage.config.digest": "sha256:{"b" * 64}",
-    "containerimage.descriptor": {{"digest": "sha256:{"b" * 64}"}},
-    "containerimage.digest": "sha256:{"a" * 64}",
-    "image.name": "host/path/tunebook:hopper"
-  }}
-}}"""
-BAKE = f"""while [ "$1" != --metadata-file ]; do shift; done
-cat > "$2" << 'END'
-{METADATA}
-END
-exit
-"""
-
-
-def test_an_image_is_built_described_and_pushed_in_one_step(machine):
-    machine.act("docker-buildx-bake", BAKE)
-    done = machine.front("publish", GPU="hopper", REGISTRY="registry.example/path", SBOM_GENERATOR="host/scanner:1")
-    assert (done.returncode, done.stdout) == (0, f"{DIGEST}\n"), done.stderr
-    assert (machine.checkout / "docker" / "hopper" / "image.digest").read_text() == f"{DIGEST}\n"
-    (bake,) = machine.calls("buildx bake")
-    assert bake == (
-        "buildx bake --file compose.yaml --set train.tags=registry.example/path/tunebook:hopper "
-        "--set train.attest=type=provenance,mode=max --set train.attest=type=sbom,generator=host/scanner:1 "
-        "--metadata-file .cache/published-hopper.json --push train"
-    )
-    assert machine.setting("TUNEBOOK_GENERATION") == "hopper"
-    assert machine.calls("push") == machine.calls("compose build") == []
-
-
 # --- make
 
 

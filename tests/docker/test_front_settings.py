@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-import pytest
-
 from tunebook.record.provenance import describe_code
 
 
@@ -64,13 +62,3 @@ def test_the_code_has_the_hash_of_the_manifest(machine):
         expected = describe_code(machine.checkout)
         assert machine.setting("TUNEBOOK_GIT_COMMIT") == expected["git_commit"]
         assert machine.setting("TUNEBOOK_GIT_DIFF_SHA256") == (expected["git_diff_sha256"] or "")
-
-
-def test_under_sudo_files_are_the_users(machine):
-    if os.getuid() != 0:
-        pytest.skip("only root can give files away")
-    machine.front("env", GPU="cpu", SUDO_UID="4321", SUDO_GID="4322")
-    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("4321", "4322")
-    for name in (".env", "outputs", ".cache", ".cache/wheels"):
-        status = (machine.checkout / name).stat()
-        assert (status.st_uid, status.st_gid) == (4321, 4322), name

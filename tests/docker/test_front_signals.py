@@ -52,11 +52,3 @@ def test_signals_that_end_the_forwarding_program_lose_no_request(machine, train)
         time.sleep(0.003)
     front.communicate(timeout=30)
     assert front.returncode == 6
-
-
-def test_before_the_container_runs_there_is_nothing_to_save(machine, train):
-    front = train(kill="exit 1")
-    os.kill(front.pid, signal.SIGTERM)
-    front.communicate(timeout=30)
-    assert front.returncode == 128 + signal.SIGTERM
-    assert len(machine.calls("rm --force")) == 1
