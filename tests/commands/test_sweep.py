@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
+import multiprocessing
 import signal
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,17 @@ import optuna
 import pytest
 from rich.console import Console
 
+from tunebook.commands import sweep as module
 from tunebook.commands.sweep import SweepOptions, plan_sweep, sweep_command
 from tunebook.config.choices import Generation
 from tunebook.errors import RequestError
-from tunebook.hardware.detect import Gpu, Machine
+from tunebook.hardware.detect import Gpu, Machine, detect_machine
 from tunebook.record.run_folder import working_in
 from tunebook.sweep.study import Study
 
 # Writes what a run leaves: a loss that is best for the learning rate 0.2. Fails where the seed is 13; asks its sweep to
-# stop where it is 77; is killed where it is 66, once.
+# stop where it is 77, and at its very end where it is 55; kills it where it is 99, once; is killed where it is 66,
+# once.
 FAKE_TRAINING = """
 import json, os, pathlib, signal, sys, time
 folder, learning_rate, seed = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -33,8 +39,15 @@ if seed == 77 and is_first:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
     os.kill(os.getppid(), signal.SIGTERM)
     signal.pause()
+if seed == 99 and is_first:
+    os.kill(os.getppid(), signal.SIGKILL)
+    sys.exit(sys.stdin.read())  # its input ends with the sweep
 if seed == 66 and is_first:
     os.kill(os.getpid(), signal.SIGKILL)
+if seed == 55:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.5)
 state = ("failed", 4, "line 17 is broken") if seed == 13 else ("finished", 0, None)
 status = dict(zip(("state", "exit_code", "reason"), state)) | {"seconds": 1.0}
 (folder / ".manifest").write_text(json.dumps({"format": 1, "status": status}))
@@ -157,6 +170,14 @@ def test_the_same_command_resumes_and_repeats_nothing(tmp_path: Path, console: C
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
 
 
+def test_a_sweep_whose_trials_have_all_finished_prints_its_table_again(tmp_path: Path, console: Console) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,1")
+    assert sweep(tmp_path, console, *words) == 0
+    assert sweep(tmp_path, console, *words, metric="seconds") == 0
+    assert started(tmp_path) == [0, 1]
+    assert "ranked by seconds" in console.export_text()
+
+
 def test_training_resume_never_starts_another_sweep(tmp_path: Path, console: Console) -> None:
     for num_sweeps in (1, 2):
         words = ("optimizer.learning_rate=0.2", "training.seed=77,0", "training.resume=never")
@@ -168,12 +189,47 @@ def test_training_resume_never_starts_another_sweep(tmp_path: Path, console: Con
     assert len(list((tmp_path / "quickstart").iterdir())) == 2
 
 
+def test_a_host_with_other_memory_resumes_the_same_sweep(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,13")
+    for memory_gib in (8.0, 16.0):
+        machine = replace(detect_machine(), host_memory_gib=memory_gib)
+        monkeypatch.setattr(module, "detect_machine", lambda machine=machine: machine)
+        assert sweep(tmp_path, console, *words) == 4
+    assert started(tmp_path) == [0, 1, 1]
+
+
+def test_a_request_to_stop_that_comes_when_all_have_finished_stops_nothing(tmp_path: Path, console: Console) -> None:
+    assert sweep(tmp_path, console, "optimizer.learning_rate=0.2", "training.seed=0,55") == 0
+    assert "stopped" not in console.export_text()
+
+
 def test_a_killed_trial_is_a_row_and_the_same_command_runs_it_again(tmp_path: Path, console: Console) -> None:
     words = ("optimizer.learning_rate=0.1,0.2", "training.seed=66,0")
     assert sweep(tmp_path, console, *words) == 1
     assert all("killed by signal 9" in row["how_it_ended"] for row in table_rows(tmp_path)[2:])
     assert sweep(tmp_path, console, *words) == 0
     assert started(tmp_path)[4:] == [0, 2]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_killed_sweep_resumes(tmp_path: Path, console: Console, jobs: int) -> None:
+    words = ("optimizer.learning_rate=0.2", "training.seed=0,99,1,2")
+    process = multiprocessing.get_context("fork").Process(
+        target=sweep, args=(tmp_path, console, *words), kwargs={"jobs": jobs}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: none of them holds a lock
+        process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    done = [json.loads(file.read_text())["status"]["state"] for file in sweep_folder(tmp_path).glob("*/manifest.json")]
+    assert len(done) < 4
+    assert sweep(tmp_path, console, *words, jobs=jobs) == 0
+    assert started(tmp_path).count(1) == 2
+    assert len(started(tmp_path)) == 5
+    assert [row["exit_code"] for row in table_rows(tmp_path)] == ["0"] * 4
 
 
 def test_a_search_runs_its_trials_and_gets_more(tmp_path: Path, console: Console) -> None:
@@ -186,6 +242,12 @@ def test_a_search_runs_its_trials_and_gets_more(tmp_path: Path, console: Console
     assert sweep(tmp_path, console, *words, num_trials=14) == 4
     assert sorted(set(started(tmp_path))) == [*range(14)]
     assert len(started(tmp_path)) == 14 + 12 - len(losses)  # those that had failed were tried again
+
+
+def test_parallel_trials_of_a_search_all_count(tmp_path: Path, console: Console) -> None:
+    assert sweep(tmp_path, console, "optimizer.learning_rate=interval(0.01,1.0)", num_trials=6, jobs=3) == 0
+    assert sorted(started(tmp_path)) == [*range(6)]
+    assert [row["rank"] for row in table_rows(tmp_path)] == list("123456")
 
 
 def test_a_sweep_in_the_folder_of_one_at_work_is_refused(tmp_path: Path, console: Console) -> None:
@@ -214,7 +276,9 @@ def planned(*words: str, num_gpus: int = 0, recipe: str | None = "quickstart", *
     ("words", "options", "metric"),
     [
         ((), {}, "evaluation_score"),
-        (("evaluation=none",), {}, "final_loss"),
+        (("evaluation=none", "dataset.validation_share=0.05"), {}, "validation_loss"),
+        (("evaluation=none",), {"prune": 5}, "final_loss"),
+        ((), {"metric": "seconds"}, "seconds"),
     ],
 )
 def test_the_metric_is_the_most_telling_that_all_trials_measure(
@@ -227,7 +291,11 @@ def test_the_metric_is_the_most_telling_that_all_trials_measure(
     ("words", "options", "problem_id"),
     [
         (("evaluation=none,quickstart",), {"metric": "evaluation_score"}, "sweep-metric"),
-        (("training.seed=0,1", "launcher=slurm"), {}, "sweep-needs-wait"),
+        (("training.seed=0,1",), {"metric": "los"}, "sweep-metric"),
+        (("training.seed=0,1",), {"prune": 5}, "sweep-option"),
+        (("training.seed=0,1", "launcher=slurm", "hardware.num_nodes=2", "parallelism=ddp"), {}, "sweep-array"),
+        (("training.seed=0,1", "launcher=slurm", "launcher.container_image=a.sqsh"), {}, "sweep-array"),
+        (("launcher=slurm", "launcher.partition=a,b"), {}, "sweep-array"),
     ],
 )
 def test_what_a_sweep_cannot_do_is_refused(words: tuple[str, ...], options: dict[str, Any], problem_id: str) -> None:
@@ -236,14 +304,21 @@ def test_what_a_sweep_cannot_do_is_refused(words: tuple[str, ...], options: dict
     assert raised.value.problem_id == problem_id
 
 
-@pytest.mark.parametrize(("jobs", "each"), [(1, 8), (3, 2)])
+@pytest.mark.parametrize(("jobs", "each"), [(1, 8), (2, 4), (3, 2), (8, 1)])
 def test_trials_side_by_side_are_planned_for_their_share_of_the_gpus(jobs: int, each: int) -> None:
     _, config = planned(*SMALL, "training.seed=0,1", recipe=None, num_gpus=8, jobs=jobs)
     assert config.hardware.gpus_per_node == each
 
 
-def test_more_trials_than_the_gpus_hold_are_refused() -> None:
-    words = [*SMALL, "training.seed=0,1", "parallelism=ddp", "hardware.gpus_per_node=4"]
+@pytest.mark.parametrize(("num_gpus", "each", "jobs"), [(1, 1, 2), (8, 4, 3)])
+def test_more_trials_than_the_gpus_hold_are_refused(num_gpus: int, each: int, jobs: int) -> None:
+    words = [*SMALL, "training.seed=0,1", "parallelism=ddp", f"hardware.gpus_per_node={each}"]
     with pytest.raises(RequestError) as raised:
-        plan_sweep(None, words, [], SweepOptions(jobs=3), machine_with(8), is_started=True)
+        plan_sweep(None, words, [], SweepOptions(jobs=jobs), machine_with(num_gpus), is_started=True)
     assert raised.value.problem_id == "sweep-jobs"
+
+
+def test_a_sweep_of_slurm_trials_is_an_array_unless_each_waits_for_a_job_of_its_own() -> None:
+    words = ("hardware=cpu", "hardware.gpus_per_node=1", "training.seed=0,1", "launcher=slurm")
+    assert planned(*words)[0].is_array
+    assert not planned(*words, "launcher.wait=true", "hardware.num_nodes=2", "parallelism=ddp")[0].is_array

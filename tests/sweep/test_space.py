@@ -13,11 +13,14 @@ from tunebook.sweep.space import as_text, read_space, title_of
     [
         ("interval(1e-6,1e-4)", FloatDistribution(1e-6, 1e-4)),
         ("tag(log,interval(1e-6,1e-4))", FloatDistribution(1e-6, 1e-4, log=True)),
+        ("interval(1,8)", FloatDistribution(1.0, 8.0)),
         ("int(interval(1,8))", IntDistribution(1, 8)),
         ("tag(log,int(interval(1,64)))", IntDistribution(1, 64, log=True)),
+        ("range(1,10,2)", IntDistribution(1, 9, step=2)),
         ("range(8,65,8)", IntDistribution(8, 64, step=8)),
         ("range(0.1,1.0,0.2)", FloatDistribution(0.1, 0.9, step=0.2)),
         ("cosine,linear", CategoricalDistribution(["cosine", "linear"])),
+        ("choice(1,2)", CategoricalDistribution(["1", "2"])),
         ("[a,b],[c]", CategoricalDistribution(["[a,b]", "[c]"])),
     ],
 )
@@ -43,10 +46,14 @@ def test_a_grid_is_every_combination_and_the_last_key_changes_fastest() -> None:
     ("word", "is_search", "problem_id"),
     [
         ("a=1", False, "sweep-without-values"),
+        ("a=1", True, "sweep-without-values"),
         ("a=interval(0,1)", False, "sweep-range"),
         ("a=glob(*)", True, "sweep-range"),
+        ("a=interval(2,1)", True, "sweep-range"),
+        ("a=tag(log,interval(0,1))", True, "sweep-range"),
         ("a=tag(lg,interval(1,2))", True, "sweep-range"),
         ("a=range(5,1)", True, "sweep-range"),
+        ("a=range(1,5,0)", True, "sweep-range"),
         ("training.seed=0,[1", False, "override-form"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 import pytest
 
-from tunebook.sweep.study import Study, Sweep, find_folder, make_folder, write_sweep
+from tunebook.sweep.study import Study, Sweep, find_folder, make_folder, read_sweep, write_sweep
 
 SEARCHED = ["training.max_steps=3", "optimizer.learning_rate=tag(log,interval(1e-5,1e-1))", "schedule=cosine,linear"]
 LISTED = ["training.seed=0,1", "training.max_steps=3,4"]
@@ -80,6 +80,13 @@ def test_an_interrupted_search_proposes_what_it_would_have_proposed(tmp_path: Pa
     assert not any(one[1] == two[1] for one, two in zip(other, through, strict=False))
 
 
+def test_trials_side_by_side_get_different_values(tmp_path: Path) -> None:
+    study = study_in(tmp_path, SEARCHED, num_trials=20)
+    run(study, up_to=12)
+    together = [study.next_trial() for _ in range(3)]
+    assert len({trial.params["optimizer.learning_rate"] for trial in together if trial is not None}) == 3
+
+
 @pytest.mark.parametrize(
     ("exit_code", "loss", "state"),
     [(0, 0.5, "COMPLETE"), (7, 0.1, "FAIL"), (0, None, "FAIL"), (2, None, "WAITING"), (6, 0.1, "WAITING")],
@@ -118,6 +125,31 @@ def test_a_trial_that_finished_after_its_sweep_was_killed_is_not_run_again(tmp_p
     assert (result.final_loss, result.seconds) == (0.25, 4.0)
 
 
+def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(tmp_path: Path) -> None:
+    study = study_in(tmp_path, SEARCHED, num_trials=20, prune=2)
+
+    def worse_at(*losses: float | None) -> int | None:
+        trial = study.next_trial()
+        assert trial is not None
+        assert study.worse_at(trial) is None  # nothing logged yet
+        log(study, trial.number, *losses)
+        step = study.worse_at(trial)
+        if step is None:
+            assert study.worse_at(trial) is None  # nothing is reported twice
+            study.finish(trial.number, 0, seconds=1.0)
+        else:
+            study.finish(trial.number, 6, seconds=1.0, was_pruned=True)
+        return step
+
+    for number in range(5):
+        assert worse_at(9.0 - number, 5.0 - number, 3.0 - number) is None
+    assert worse_at(6.9, None, 0.9) is None  # the medians are 7, 3 and 1
+    assert worse_at(7.1, 3.1, 0.0) == 2  # its first step is worse too, but too early
+    assert states(study)[-1] == "PRUNED"
+    study.reopen()
+    assert study.num_open == 20 - 7
+
+
 def test_a_lower_score_is_better_if_its_tasks_say_so(tmp_path: Path) -> None:
     study = study_in(tmp_path, metric="evaluation_score")
     for score, is_higher_better in ((12.0, False), (0.5, True)):
@@ -137,6 +169,7 @@ def test_the_newest_folder_of_the_same_sweep_is_found(tmp_path: Path) -> None:
         write_sweep(sweep_of(words), folder)
     assert find_folder(sweep_of([*LISTED, "training.resume=auto"], metric="seconds"), tmp_path / "out") == two
     assert find_folder(sweep_of(LISTED, config_sha256="1"), tmp_path / "out") is None
+    assert read_sweep(other) == sweep_of(LISTED[:1])
 
 
 def test_a_search_with_more_trials_is_the_same_and_one_with_another_seed_is_not() -> None:

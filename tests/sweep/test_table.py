@@ -53,7 +53,7 @@ def result_of(tmp_path: Path) -> MakeResult:
         (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
         log = tmp_path / "trial-000.log"
         log.write_text(printed)
-        return read_result(folder, log, exit_code, seconds=1.5, reason=how)
+        return read_result(folder, log, exit_code, seconds=1.5, how=how)
 
     return make
 
@@ -86,6 +86,11 @@ def test_the_validation_loss_is_that_of_the_model_which_was_kept(result_of: Make
     assert result_of(losses=(3.0, 2.0), validation=((1, 9.0), (2, 33.5)), best_step=1).validation_loss == 9.0
 
 
+def test_a_trial_that_stopped_early_says_when(result_of: MakeResult) -> None:
+    found = result_of(losses=(3.0,), reason="stopped early after step 2: no better loss; model/ is checkpoint-1")
+    assert found.how_it_ended == "finished: stopped early after step 2: no better loss"
+
+
 def test_a_failed_trial_shows_the_first_line_of_its_error_and_where_the_rest_is(result_of: MakeResult) -> None:
     reason = "no memory " + 100 * "for this " + "\na second line"
     found = result_of(exit_code=3, losses=(3.0, None), state="failed", reason=reason)
@@ -99,6 +104,10 @@ def test_a_trial_without_a_record_of_its_end_shows_what_it_printed(result_of: Ma
     printed = "loading\nerror: line 17 is broken\nmore: tunebook explain\n"
     found = result_of(exit_code=4, printed=printed, state="running", is_recorded=False)
     assert found.how_it_ended == "failed (exit code 4): error: line 17 is broken (more in trial-000.log)"
+
+
+def test_how_a_trial_ended_is_what_only_its_sweep_knows(result_of: MakeResult) -> None:
+    assert result_of(exit_code=1, how="failed: killed by signal 9").how_it_ended == "failed: killed by signal 9"
 
 
 def test_ranked_by_the_metric_and_those_without_it_are_last() -> None:
@@ -131,6 +140,7 @@ def test_the_exit_code_is_that_of_the_first_trial_that_did_not_finish(
     codes: tuple[int | None, ...], expected: int
 ) -> None:
     assert sweep_exit_code(rows(*(None if code is None else result(code) for code in codes))) == expected
+    assert sweep_exit_code(rows(result(6, was_pruned=True), result(0))) == 0
 
 
 def test_the_file_has_a_line_for_each_trial_with_every_override_and_measurement(tmp_path: Path) -> None:

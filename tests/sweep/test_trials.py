@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -35,6 +36,12 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
 pathlib.Path(sys.argv[1], "running").touch()
 time.sleep(600)
+"""
+# A sweep of one trial, to be killed.
+SWEEP = """
+import sys
+from tests.sweep.test_trials import run_program
+run_program(sys.argv[1], sys.argv[2])
 """
 
 
@@ -86,11 +93,27 @@ def interrupt_when(file: Path, *, times: int = 1) -> threading.Thread:
     return thread
 
 
-def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
-    trial = study_in(tmp_path, 2).next_trial()
+@pytest.mark.parametrize(
+    ("is_array", "overrides"),
+    [(False, ["launcher=slurm", "launcher.partition=a", "a=1"]), (True, ["a=1", "launcher=local"])],
+)
+def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, overrides: list[str]) -> None:
+    words = ["launcher=slurm", "launcher.partition=a", "a=1,2"]
+    sweep = Sweep(
+        recipe="mine",
+        recipes_dirs=["/recipes"],
+        words=words,
+        config_sha256="0",
+        num_trials=None,
+        metric="seconds",
+        is_array=is_array,
+    )
+    study = Study(tmp_path, sweep)
+    study.enqueue_grid()
+    trial = study.next_trial()
     assert trial is not None
-    assert train_command(study_in(tmp_path, 2), trial) == [
-        *(sys.executable, "-m", "tunebook", "train", "mine", "training.seed=0"),
+    assert train_command(study, trial) == [
+        *(sys.executable, "-m", "tunebook", "train", "mine", *overrides),
         *("--recipes-dir", "/recipes", "--run-folder", str(tmp_path / "trial-000")),
     ]
 
@@ -104,6 +127,21 @@ def test_a_machine_is_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "c,d"},
     ]
     assert divide([], 2) == [{"OMP_NUM_THREADS": "2"}] * 2
+
+
+def test_trials_side_by_side_see_gpus_of_their_own(tmp_path: Path) -> None:
+    program = "import os, sys; open(f'{sys.argv[1]}/{sys.argv[2]}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    study, stop = study_in(tmp_path, 4), StopRequests()
+    run_trials(
+        study,
+        divide(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], 2),
+        stop,
+        print,
+        lambda _study, trial: [sys.executable, "-c", program, str(tmp_path), str(trial.number)],
+    )
+    seen = [(tmp_path / str(number)).read_text() for number in range(4)]
+    assert set(seen) == {"GPU-a,GPU-b", "GPU-c,GPU-d"}
+    assert set(seen[:2]) == set(seen)
 
 
 @pytest.mark.parametrize(
@@ -138,3 +176,40 @@ def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path, monkey
     result = run_one(IGNORES_REQUESTS, tmp_path)
     watcher.join()
     assert (result.exit_code, result.how_it_ended) == (6, "stopped by SIGINT")
+
+
+def test_a_trial_is_asked_to_save_when_its_sweep_is_killed(tmp_path: Path) -> None:
+    sweep = subprocess.Popen([sys.executable, "-c", SWEEP, STOPS_CLEANLY, str(tmp_path)])
+    while not (tmp_path / "running").exists():
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.wait()
+    end = time.monotonic() + 10
+    while not (tmp_path / "saved").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_trial_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
+    # Six trials log their number as the loss; the last one is the worst, and waits to be stopped.
+    program = """
+import json, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
+folder = pathlib.Path(sys.argv[1], f"trial-{int(sys.argv[2]):03d}")
+folder.mkdir()
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": float(sys.argv[2])}) + "\\n")
+time.sleep(30 if sys.argv[2] == "5" else 0)
+"""
+    study, stop = study_in(tmp_path, 6, prune=2), StopRequests()
+    run_trials(
+        study,
+        [{}],
+        stop,
+        print,
+        lambda _study, trial: [sys.executable, "-c", program, str(tmp_path), str(trial.number)],
+    )
+    *finished, pruned = [row.result for row in study.rows()]
+    assert [one and one.exit_code for one in finished] == [0] * 5
+    assert pruned is not None
+    assert pruned.how_it_ended.startswith("pruned at step 3: final_loss")
+    assert study.num_open == 0

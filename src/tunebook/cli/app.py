@@ -299,7 +299,9 @@ def sweep(
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs", min=1, help="Trials at a time; if unset, 1. The GPUs of this machine are divided evenly."
+            "--jobs",
+            min=1,
+            help="Trials at a time; if unset, 1, in a Slurm job array 8. On this machine the GPUs are divided evenly.",
         ),
     ] = None,
     num_trials: Annotated[
@@ -322,6 +324,12 @@ def sweep(
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Of a search's proposals; if unset, 0.")
     ] = None,
+    prune: Annotated[
+        int | None,
+        typer.Option(
+            "--prune", min=1, help="From this step on, end trials that are worse than the median of 5 or more."
+        ),
+    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe once per combination of values (key=1,2 key=a,b), or search for the best, and rank the results.
@@ -332,7 +340,7 @@ def sweep(
     from tunebook.commands.sweep import SweepOptions, sweep_command
 
     recipe, overrides = split(words)
-    options = SweepOptions(jobs=jobs, num_trials=num_trials, metric=metric, seed=seed)
+    options = SweepOptions(jobs=jobs, num_trials=num_trials, metric=metric, seed=seed, prune=prune)
     outlive_readers()
     code = sweep_command(recipe, overrides, recipes_dir or [], make_console(), options=options, dry_run=dry_run)
     raise typer.Exit(code)

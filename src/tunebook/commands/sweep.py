@@ -1,6 +1,7 @@
 """`tunebook sweep`: check every trial, run each in its own folder, rank them.
 
-Exit code: 0 if every trial finished, otherwise that of the first trial that did not; 6 if the sweep was stopped.
+Exit code: 0 if every trial finished or was pruned, otherwise that of the first trial that did not; 6 if the sweep was
+stopped.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.identity import config_hash
 from tunebook.config.override_text import command_words, shell_command
-from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
+from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, working_in
+from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
 from tunebook.sweep.table import (
     CSV_FILE,
+    LOGGED_WHILE_RUNNING,
     METRICS,
     ranked,
     sweep_exit_code,
@@ -34,6 +37,7 @@ from tunebook.sweep.trials import CommandOf, divide, run_trials, train_command
 from tunebook.terminal import print_text
 
 _SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
+_NUM_TASKS = 8  # of an array at a time: a search learns from those that have ended
 _MAX_EXAMPLES = 3  # trials named per problem; the others are counted
 
 
@@ -45,6 +49,7 @@ class SweepOptions:
     num_trials: int | None = None
     metric: str | None = None
     seed: int | None = None
+    prune: int | None = None
 
 
 def sweep_command(
@@ -78,12 +83,9 @@ def sweep_command(
         study = Study(folder, sweep)
         study.enqueue_grid()
         print_text(f"{'resuming the sweep in' if earlier else 'sweep:'} {folder}", console)
-        for row in study.rows():  # the processes of a killed sweep may still save
-            trial_folder = study.run_folder(row.number)
-            if (trial_folder / LOCK_FILE).is_file():
-                with working_in(trial_folder, _SAVES_WITHIN_S):
-                    pass
-        study.reopen()
+        if sweep.is_array:
+            return _submit(study, config, options, console)
+        _reopen(study)
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
         jobs = options.jobs or 1
         gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
@@ -114,15 +116,6 @@ def plan_sweep(
     drafts = [draft_run(recipe, space.overrides(values), recipes_dirs, share) for values in trials]
     _check_trials(trials, drafts, machine, options, is_started=is_started)
     configs = [draft.config for draft in drafts]
-    on_slurm = [config for config in configs if isinstance(config.launcher, SlurmConfig)]
-    if any(isinstance(config.launcher, SlurmConfig) and not config.launcher.wait for config in configs):
-        raise RequestError(
-            "a sweep on Slurm submits a job for each trial and waits for it to end; add launcher.wait=true, and "
-            "--jobs=8 for so many jobs at a time",
-            problem_id="sweep-needs-wait",
-        )
-    if on_slurm and is_started:
-        check_job(on_slurm[0])
     sweep = Sweep(
         recipe=recipe,
         recipes_dirs=[str(folder.expanduser().absolute()) for folder in recipes_dirs],
@@ -131,7 +124,13 @@ def plan_sweep(
         num_trials=options.num_trials,
         metric=_metric(options, configs),
         seed=options.seed or 0,
+        prune=options.prune,
+        is_array=is_array(configs[0]),
     )
+    if sweep.is_array:
+        check_array(configs)
+        if is_started:
+            check_job(configs[0])
     return sweep, configs[0]
 
 
@@ -190,6 +189,11 @@ def _metric(options: SweepOptions, configs: list[RunConfig]) -> str:
             "(dataset.validation_share=0.05), or choose an evaluation (evaluation=quickstart)",
             problem_id="sweep-metric",
         )
+    if options.prune and metric not in LOGGED_WHILE_RUNNING:
+        raise RequestError(
+            f"--prune: a running trial does not show its {metric} yet; add --metric=final_loss",
+            problem_id="sweep-option",
+        )
     return metric
 
 
@@ -200,28 +204,64 @@ def _measures(config: RunConfig, metric: str) -> bool:
     return metric != "evaluation_score" or bool(config.evaluation.tasks and config.evaluation.after)
 
 
+def _reopen(study: Study) -> None:
+    """Let the trials of an interrupted sweep run again, once the processes that it left have saved and ended."""
+    for row in study.rows():
+        folder = study.run_folder(row.number)
+        if (folder / LOCK_FILE).is_file():
+            with working_in(folder, _SAVES_WITHIN_S):
+                pass
+    study.reopen()
+
+
+def _submit(study: Study, config: RunConfig, options: SweepOptions, console: Console) -> int:
+    """Submit the trials that are left as an array, unless one is still queued; print the table so far."""
+    job_id = queued_array(study.folder)
+    if job_id is None:
+        study.reopen()
+        if study.num_left == 0:
+            return _conclude(study, config, console, was_stopped=False)
+        job_id = submit_array(study, config, options.jobs or _NUM_TASKS)
+        print_text(f"submitted as job {job_id}: {study.num_left} of {study.num_trials} trials", console)
+    else:
+        _show(study, console)
+    print_text(
+        f"{same_command(config)} prints the table so far, and runs again what did not finish once job {job_id} has "
+        f"ended; to stop it: scancel {job_id}",
+        console,
+    )
+    return 0
+
+
 def _conclude(study: Study, config: RunConfig, console: Console, *, was_stopped: bool) -> int:
     """Print the table and what remains; return the exit code."""
-    rows, sweep = study.rows(), study.sweep
-    if rows:
-        console.print(sweep_table(rows, sweep.metric))
-        print_text(f"written: {study.folder / CSV_FILE}", console)
-        rank, best = ranked(rows, sweep.metric)[0]
-        if rank:
-            overrides = sweep.space.overrides(best.values)
-            words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
-            print_text(f"best: {best.name}, again: {shell_command(words)}", console)
+    _show(study, console)
     if was_stopped and study.num_open:
         print_text(f"stopped; {same_command(config)} resumes it", console)
         return StoppedError.exit_code
     if study.num_open:
         print_text(f"{same_command(config)} tries {study.num_open} of {study.num_trials} trials again", console)
-    return sweep_exit_code(rows)
+    return sweep_exit_code(study.rows())
+
+
+def _show(study: Study, console: Console) -> None:
+    rows, sweep = study.rows(), study.sweep
+    if not rows:
+        return
+    console.print(sweep_table(rows, sweep.metric))
+    print_text(f"written: {study.folder / CSV_FILE}", console)
+    rank, best = ranked(rows, sweep.metric)[0]
+    if rank:
+        overrides = sweep.space.overrides(best.values)
+        words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
+        print_text(f"best: {best.name}, again: {shell_command(words)}", console)
 
 
 def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
-    rate = f"{options.jobs or 1} at a time"
+    how = f"{options.jobs or 1} at a time"
+    if sweep.is_array:
+        how = f"as tasks of a Slurm job array, {options.jobs or _NUM_TASKS} at a time"
     if sweep.num_trials is None:
-        return rate
+        return how
     keys = ", ".join(sweep.space.choices)
-    return f"{rate}, over {keys}, searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"
+    return f"{how}, over {keys}, searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"

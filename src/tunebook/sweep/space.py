@@ -108,9 +108,9 @@ def _distribution(override: Override, word: str, *, is_search: bool) -> BaseDist
             return CategoricalDistribution([*override.sweep_string_iterator()])
     except ValueError as error:  # from Optuna, which says what is wrong with the range
         raise RequestError(f"override '{word}': {error}", problem_id="sweep-range") from error
-    advice = "add --num-trials=20 to search it" if isinstance(sweep, IntervalSweep) else "write them out with commas"
+    how = "add --num-trials=20 to search it" if isinstance(sweep, IntervalSweep) else "write them out with commas"
     raise RequestError(
-        f"override '{word}': its values cannot be listed; {advice}, or write range(1,4) or choice(a,b)",
+        f"override '{word}': its values cannot be listed; {how}, or write range(1,4) or choice(a,b)",
         problem_id="sweep-range",
     )
 

@@ -13,11 +13,13 @@ and the same command runs it again: the cause may be gone, such as a full disk. 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import optuna
+from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -26,14 +28,16 @@ from optuna.trial import FrozenTrial, TrialState
 from tunebook.errors import InvalidTrainingError
 from tunebook.files import atomic_write_json, read_json, sha256_text
 from tunebook.record.manifest import manifest_or_empty
+from tunebook.record.metrics import read_metrics
 from tunebook.record.run_folder import age_key, make_run_folder, make_unique, time_name
 from tunebook.sweep.space import Space, Values, as_text, read_space
-from tunebook.sweep.table import Row, TrialResult, cost_of, read_result, write_csv
+from tunebook.sweep.table import LOGGED_WHILE_RUNNING, Row, TrialResult, cost_of, read_result, write_csv
 
 SWEEP_FILE = "sweep.json"
 STUDY_FILE = "study.jsonl"
 RESUMES = "training.resume=auto"
 _NAME = "sweep"  # of the one study in the journal
+_NUM_NEVER_PRUNED = 5  # Optuna's default: there is no median of one or two trials
 _FINAL = (0, InvalidTrainingError.exit_code)  # exit codes of trials that would end the same way again
 
 
@@ -48,6 +52,8 @@ class Sweep:
     num_trials: int | None  # of a search; None: a grid
     metric: str
     seed: int = 0  # of the search
+    prune: int | None = None  # the first step after which a trial may be ended early
+    is_array: bool = False  # the trials are tasks of a Slurm job array
 
     @cached_property
     def space(self) -> Space:
@@ -80,8 +86,15 @@ def write_sweep(sweep: Sweep, folder: Path) -> None:
     atomic_write_json(folder / SWEEP_FILE, {"identity": sweep.identity, **asdict(sweep)})
 
 
+def read_sweep(folder: Path) -> Sweep:
+    """Read sweep.json."""
+    record = read_json(folder / SWEEP_FILE)
+    del record["identity"]
+    return Sweep(**record)
+
+
 class Study:
-    """The trials of a sweep."""
+    """The trials of a sweep. Several processes may share one, as the tasks of a Slurm job array do."""
 
     def __init__(self, folder: Path, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -90,6 +103,7 @@ class Study:
         self._study = optuna.create_study(
             storage=self._storage,
             study_name=_NAME,
+            pruner=MedianPruner(_NUM_NEVER_PRUNED, n_warmup_steps=sweep.prune) if sweep.prune else NopPruner(),
             load_if_exists=True,
         )
 
@@ -132,12 +146,12 @@ class Study:
         for values in self.grid[len(self.trials) :]:
             self._study.enqueue_trial(values)
 
-    def reopen(self) -> None:
+    def reopen(self, is_wanted: Callable[[FrozenTrial], bool] = lambda trial: True) -> None:
         """Let open trials run again. Only for trials whose processes have ended.
 
         A trial that finished while nobody waited for it, since the sweep was killed, gets its result.
         """
-        for trial in self.trials:
+        for trial in filter(is_wanted, self.trials):
             if trial.state is not TrialState.RUNNING:
                 continue
             status = manifest_or_empty(self.run_folder(trial.number)).get("status", {})
@@ -146,29 +160,46 @@ class Study:
             else:
                 self._storage.set_trial_state_values(self._id_of(trial.number), TrialState.WAITING)
 
-    def next_trial(self) -> optuna.Trial | None:
+    def next_trial(self, seed: int | None = None) -> optuna.Trial | None:
         """Return a trial that waits, or else a new proposal, by TPE; None if there are enough.
 
-        Each proposal has a seed of its own, so that a resumed sweep repeats none.
+        Each proposal has a seed of its own, so that neither a resumed sweep nor another process repeats one.
         """
+        num_known = len(self.trials)
         if self.num_left == 0:
             return None
-        self._study.sampler = TPESampler(seed=self.sweep.seed + len(self.trials))
+        self._study.sampler = TPESampler(seed=self.sweep.seed + (num_known if seed is None else seed))
         return self._study.ask(self.sweep.space.choices)
 
-    def finish(self, number: int, exit_code: int, *, seconds: float, reason: str | None = None) -> TrialResult:
-        """Record how a turn of a trial ended, also in sweep.csv. `reason`: set if the sweep ended the trial."""
+    def worse_at(self, trial: optuna.Trial) -> int | None:
+        """Report what a trial has logged since the last call; return the first step at which it was to be pruned."""
+        reported, worse_at = self.trials[trial.number].intermediate_values, None
+        for line in read_metrics(self.run_folder(trial.number)):
+            value, step = line.get(LOGGED_WHILE_RUNNING[self.sweep.metric]), int(line["step"])
+            if value is not None and step not in reported:
+                trial.report(value, step)
+                if worse_at is None and trial.should_prune():
+                    worse_at = step
+        return worse_at
+
+    def finish(
+        self, number: int, exit_code: int, *, seconds: float, how: str | None = None, was_pruned: bool = False
+    ) -> TrialResult:
+        """Record how a turn of a trial ended, also in sweep.csv. `how` is what only the sweep knows of it."""
         before = self.trials[number].user_attrs.get("result", {}).get("seconds", 0.0)
         result = read_result(
             self.run_folder(number),
             self.log_file(number),
             exit_code,
             seconds=round(before + seconds, 1),
-            reason=reason,
+            how=how,
+            was_pruned=was_pruned,
         )
         self._storage.set_trial_user_attr(self._id_of(number), "result", asdict(result))
         cost = cost_of(result, self.sweep.metric)
-        if cost is not None:
+        if result.was_pruned:
+            self._study.tell(number, state=TrialState.PRUNED)
+        elif cost is not None:
             self._study.tell(number, cost)
         elif exit_code in _FINAL:  # without the metric, or an invalid training
             self._study.tell(number, state=TrialState.FAIL)

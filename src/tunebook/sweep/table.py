@@ -26,6 +26,8 @@ METRICS = {
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
     "seconds": ("seconds", ",.0f"),
 }
+# Metrics that a running trial reports, and their keys in the lines of metrics.jsonl.
+LOGGED_WHILE_RUNNING = {"final_loss": "loss", "validation_loss": "validation_loss"}
 _LONGEST_REASON = 120  # characters in a table
 _MAX_DIGITS = 9
 
@@ -42,6 +44,7 @@ class TrialResult:
     evaluation_score: float | None  # after training, mean over the tasks
     is_higher_better: bool  # of the evaluation score
     tokens_per_second_per_gpu: float | None  # median over the logged steps after warm-up
+    was_pruned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,10 @@ class Row:
         return self.result.exit_code if self.result is not None else StoppedError.exit_code
 
 
-def read_result(run_folder: Path, log: Path, exit_code: int, *, seconds: float, reason: str | None) -> TrialResult:
-    """Read one trial's result from its run folder and log, as far as recorded, unless the sweep knows the `reason`."""
+def read_result(
+    run_folder: Path, log: Path, exit_code: int, *, seconds: float, how: str | None, was_pruned: bool = False
+) -> TrialResult:
+    """Read one trial's result from its run folder and log, as far as recorded. `how` is what only the sweep knows."""
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
     speeds = [speed for line in training if (speed := line.get("tokens_per_second_per_gpu")) is not None]
@@ -77,13 +82,14 @@ def read_result(run_folder: Path, log: Path, exit_code: int, *, seconds: float, 
     score, is_higher_better = _evaluation_score(run_folder)
     return TrialResult(
         exit_code=exit_code,
-        how_it_ended=reason or _how_it_ended(run_folder, log, exit_code),
+        how_it_ended=how or _how_it_ended(run_folder, log, exit_code),
         seconds=seconds,
         final_loss=training[-1].get("loss") if training else None,
         validation_loss=validation[-1] if validation else None,
         evaluation_score=score,
         is_higher_better=is_higher_better,
         tokens_per_second_per_gpu=median_after_warm_up(speeds),
+        was_pruned=was_pruned,
     )
 
 
@@ -91,8 +97,8 @@ def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     file = run_folder / "evaluation" / "after.json"
     record = read_json(file) if file.is_file() else None
     # If some tasks failed, the mean over the others cannot be compared between trials.
-    score = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
-    return score or (None, True)
+    found = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
+    return found or (None, True)
 
 
 def _how_it_ended(run_folder: Path, log: Path, exit_code: int) -> str:
@@ -131,8 +137,9 @@ def ranked(rows: list[Row], metric: str) -> list[tuple[str, Row]]:
 
 
 def sweep_exit_code(rows: list[Row]) -> int:
-    """Return 0 if every trial finished, else the exit code of the first that did not."""
-    return next((row.exit_code for row in rows if row.exit_code != 0), 0)
+    """Return 0 if every trial finished or was pruned, else the exit code of the first that did not."""
+    codes = [row.exit_code for row in rows if row.result is None or not row.result.was_pruned]
+    return next((code for code in codes if code != 0), 0)
 
 
 def write_csv(rows: list[Row], metric: str, fixed: list[str], folder: Path) -> None:
@@ -162,8 +169,8 @@ def sweep_table(rows: list[Row], metric: str) -> Table:
     table.add_column("folder", overflow="fold")
     for rank, row in ranked(rows, metric):
         cells = [_cell(getattr(row.result, name, None), METRICS[name][1]) for name in shown]
-        ending = row.result.how_it_ended if row.result is not None else "not ended"
-        table.add_row(*map(Text, (rank, *map(_shortened, row.values.values()), *cells, ending, row.name)))
+        how = row.result.how_it_ended if row.result is not None else "not ended"
+        table.add_row(*map(Text, (rank, *map(_shortened, row.values.values()), *cells, how, row.name)))
     return table
 
 

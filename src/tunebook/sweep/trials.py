@@ -46,9 +46,11 @@ def divide(gpus: Sequence[str], num_slots: int) -> list[dict[str, str]]:
 
 
 def train_command(study: Study, trial: optuna.Trial) -> list[str]:
-    """Return the command that trains one trial."""
+    """Return the command that trains one trial; in a Slurm job it starts its ranks there."""
     sweep = study.sweep
     overrides = sweep.space.overrides(trial.params)
+    if sweep.is_array:
+        overrides = [*(word for word in overrides if not word.startswith("launcher")), "launcher=local"]
     words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
     return [sys.executable, "-m", *words, "--run-folder", str(study.run_folder(trial.number))]
 
@@ -61,48 +63,63 @@ class RunningTrial:
     process: subprocess.Popen[bytes]
     slot: dict[str, str]
     started: float = field(default_factory=time.monotonic)
+    worse_at: int | None = None  # the step at which it was found worse than the others, and asked to stop
 
 
 def run_trials(
-    study: Study, slots: Sequence[dict[str, str]], stop: StopRequests, say: Say, command_of: CommandOf = train_command
+    study: Study,
+    slots: Sequence[dict[str, str]],
+    stop: StopRequests,
+    say: Say,
+    command_of: CommandOf = train_command,
+    next_trial: Callable[[], optuna.Trial | None] | None = None,
 ) -> None:
     """Run trials until none is left, or until those that run have ended after a stop request; a second one kills them.
 
     Each of the `slots` is the environment of one trial at a time.
     """
-    free, running, is_stopping = [*slots], list[RunningTrial](), False
+    next_trial = next_trial or study.next_trial
+    free, running, are_asked = [*slots], list[RunningTrial](), False
     while True:
-        while free and stop.first is None and (trial := study.next_trial()) is not None:
+        while free and stop.first is None and (trial := next_trial()) is not None:
             slot = free.pop(0)
             process = start(command_of(study, trial), os.environ | slot, output=study.log_file(trial.number))
             running.append(RunningTrial(trial=trial, process=process, slot=slot))
-            title = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
-            say(f"trial {trial.number + 1} of {study.num_trials}: {title}")
+            what = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
+            say(f"trial {trial.number + 1} of {study.num_trials}: {what}")
         if not running:
             return
         time.sleep(_POLL_S)
-        if stop.first is not None and not is_stopping:
-            is_stopping = True
-            for entry in running:
-                entry.process.terminate()
-        for entry in [*running]:
+        if stop.first is not None and not are_asked:
+            are_asked = True
+            for one in running:
+                one.process.terminate()
+        for one in [*running]:
             if stop.is_urgent:
-                kill_descendants(entry.process.pid)
-                entry.process.kill()
-            if entry.process.poll() is not None:
-                running.remove(entry)
-                free.append(entry.slot)
-                _finish(study, entry, stop, say)
+                kill_descendants(one.process.pid)
+                one.process.kill()
+            has_ended = one.process.poll() is not None
+            if study.sweep.prune and one.worse_at is None:  # also of an ended trial: it counts in the median
+                one.worse_at = study.worse_at(one.trial)
+                if one.worse_at is not None:
+                    one.process.terminate()
+            if has_ended:
+                running.remove(one)
+                free.append(one.slot)
+                _finish(study, one, stop, say)
 
 
-def _finish(study: Study, ended: RunningTrial, stop: StopRequests, say: Say) -> None:
-    with ended.process:  # closes its input
-        code = ended.process.returncode
-    number, reason = ended.trial.number, None
-    if stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
-        code, reason = StoppedError.exit_code, f"stopped by {stop.first}"
+def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> None:
+    with one.process:  # closes its input
+        code = one.process.returncode
+    how, was_pruned = None, False
+    if one.worse_at is not None and code != 0:
+        how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
+        code, was_pruned = StoppedError.exit_code, True
+    elif stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
+        code, how = StoppedError.exit_code, f"stopped by {stop.first}"
     elif code < 0:
-        code, reason = 1, f"failed: killed by signal {-code} (more in {study.log_file(number).name})"
-    seconds = time.monotonic() - ended.started
-    result = study.finish(number, code, seconds=seconds, reason=reason)
-    say(f"trial {number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")
+        code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
+    seconds = time.monotonic() - one.started
+    result = study.finish(one.trial.number, code, seconds=seconds, how=how, was_pruned=was_pruned)
+    say(f"trial {one.trial.number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")
