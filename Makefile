@@ -74,6 +74,7 @@ lint: setup  ## Style of Python, YAML, shell, workflows and prose; changes nothi
 	.venv/bin/yamllint --strict .
 	.venv/bin/lint-imports --no-cache --no-logo
 	.venv/bin/shellcheck -xa .ci/* docker/*.sh
+	.venv/bin/hadolint docker/Dockerfile
 	.venv/bin/zizmor --quiet --offline --no-progress --pedantic .github/workflows
 	.venv/bin/python docs/plain_english.py
 

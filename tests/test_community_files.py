@@ -1,40 +1,15 @@
-"""The files that GitHub, citation tools, pre-commit and coding agents read agree with the project."""
+"""Paths and targets of make that AGENTS.md, CHANGELOG.md and SECURITY.md name exist."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
-FORMS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
-KINDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}  # of GitHub's issue forms
 MARKDOWN = ("AGENTS.md", "CHANGELOG.md", "SECURITY.md")
-
-
-def test_the_citation_states_what_the_package_states() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)  # what version 1.2.0 requires
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["authors"] == [{"name": "The Tunebook developers"}]
-    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
-
-
-def test_the_changelog_begins_with_what_is_unreleased() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
-    assert headings[0] == "[Unreleased]"
-    assert set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE)) <= {
-        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security",
-    }  # fmt: skip
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
 
 
 @pytest.mark.parametrize("name", MARKDOWN)
@@ -46,37 +21,3 @@ def test_paths_and_targets_that_are_named_are_there(name: str) -> None:
     quoted = re.findall(r"`((?:src|docker|tests|docs|recipes|hydra_configs)/[^` ]*)`", text)
     missing = [path for path in [*linked, *quoted] if not list(ROOT.glob(path.replace("<name>", "*").rstrip("/")))]
     assert missing == []
-
-
-@pytest.mark.parametrize("name", sorted(set(FORMS) - {"config"}))
-def test_an_issue_form_is_one_that_github_accepts(name: str) -> None:
-    form: dict[str, Any] = FORMS[name]
-    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "title", "labels"}
-    fields = [part for part in form["body"] if part["type"] != "markdown"]
-    ids = [field["id"] for field in fields]
-    assert len(ids) == len(set(ids)) > 0
-    for part in form["body"]:
-        assert part["type"] in KINDS
-        assert ("value" if part["type"] == "markdown" else "label") in part["attributes"]
-        assert (part["type"] == "dropdown") == ("options" in part["attributes"])
-    assert any(field.get("validations", {}).get("required") for field in fields)
-
-
-def test_forms_and_their_configuration_are_complete() -> None:
-    assert set(FORMS) == {"bug", "config", "recipe"}
-    assert FORMS["config"] == {"blank_issues_enabled": True}
-
-
-def test_the_hooks_are_commands_of_make_lint_and_format() -> None:
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert repository["repo"] == "local"  # the versions are those of the locks, and no network is needed
-    hooks = {hook["id"]: hook for hook in repository["hooks"]}
-    assert set(hooks) == {"ruff-check", "ruff-format", "yamllint", "shellcheck"}
-    for hook in hooks.values():
-        command = shlex.join(word for word in shlex.split(hook["entry"]) if word != "--force-exclude")
-        assert hook["language"] == "system"
-        assert f"\t{command} " in MAKEFILE
-    checked = re.compile(hooks["shellcheck"]["files"])
-    scripts = [*(ROOT / ".ci").iterdir(), *(ROOT / "docker").rglob("*.sh")]
-    found = {path for path in scripts if checked.search(path.relative_to(ROOT).as_posix())}
-    assert found == {*(ROOT / ".ci").iterdir(), *(ROOT / "docker").glob("*.sh")}

@@ -42,15 +42,6 @@ def test_json_refuses_numbers_that_are_not_finite_and_keeps_the_old_file(tmp_pat
     assert read_json(file) == {"loss": 1.5, "word": "Größe"}
 
 
-def test_permissions_of_files_follow_the_umask(tmp_path: Path) -> None:
-    mask = os.umask(0o022)
-    try:
-        atomic_write_text(tmp_path / "report.html", "page")
-    finally:
-        os.umask(mask)
-    assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o644
-
-
 def test_a_broken_json_file_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"a": 1,\n "b" 2}')
     with pytest.raises(DataError, match=r"plan\.json is not JSON .*line 2"):

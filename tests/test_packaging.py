@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -140,35 +139,3 @@ def test_help_lists_every_target_once_and_is_the_default() -> None:
     listed = re.findall(r"^  ([a-z-]+) +\S", shown.stdout, flags=re.MULTILINE)
     assert listed == makefile_targets()
     assert {"train", "data", "eval", "sweep", "report", "list", "explain", "check", "test-system"} <= set(listed)
-
-
-def test_every_target_is_phony() -> None:
-    phony = re.search(r"^\.PHONY:((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert phony is not None
-    assert sorted(phony[1].replace("\\", " ").split()) == sorted(makefile_targets())
-
-
-def test_arguments_reach_the_command_as_they_were_typed(tmp_path: Path) -> None:
-    """Neither make nor the shell may change brackets, commas, quoted blanks and dollars."""
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    for name in ("run", "dev"):
-        ready = tmp_path / ".venv" / f".ready-{name}"
-        ready.parent.mkdir(exist_ok=True)
-        ready.touch()
-    shutil.copytree(DOCKER, tmp_path / "docker")
-    for path in (tmp_path / "docker").rglob("*"):
-        os.utime(path, (0, 0))
-    (tmp_path / "pyproject.toml").touch()
-    os.utime(tmp_path / "pyproject.toml", (0, 0))
-    command = tmp_path / ".venv" / "bin" / "tunebook"
-    command.parent.mkdir()
-    command.write_text("#!/bin/sh\nprintf '<%s>\\n' \"$@\"\n")
-    command.chmod(0o755)
-    arguments = "optimizer.learning_rate=1e-5,2e-5 'a.b=[1,2]' 'm=x y' 'path=${oc.env:HOME}'"
-    said = make(
-        "--silent", "train", "WHERE=local", "GPU=cpu", "RECIPE=some_recipe", f"ARGS={arguments}", folder=tmp_path
-    ).stdout.splitlines()
-    assert said == [
-        "<train>", "<some_recipe>", "<optimizer.learning_rate=1e-5,2e-5>", "<a.b=[1,2]>", "<m=x y>",
-        "<path=${oc.env:HOME}>",
-    ]  # fmt: skip

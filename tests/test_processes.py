@@ -56,26 +56,10 @@ def test_an_answer() -> None:
     assert (answer.text, answer.errors, answer.problem, answer.is_late) == ("42\n", "by the way\n", None, False)
 
 
-def test_its_environment_is_the_one_that_is_given() -> None:
-    code = "import os; print(os.environ.get('TOPIC'), os.environ.get('HOME'))"
-    assert ask([*PYTHON, code], timeout_s=30, environment={"TOPIC": "links"}).text == "links None\n"
-
-
-def test_a_program_that_is_not_there() -> None:
-    answer = ask(["there-is-no-such-program"], timeout_s=5)
-    assert answer.problem == "it cannot be started: No such file or directory"
-
-
 def test_a_failure_has_its_last_words() -> None:
     code = "import sys; print('a table'); print('first\\nlast', file=sys.stderr); sys.exit(9)"
     answer = ask([*PYTHON, code], timeout_s=30)
     assert (answer.problem, answer.last_words, answer.text) == ("it ended with exit code 9", "last", "a table\n")
-
-
-def test_one_that_crashes() -> None:
-    answer = ask([*PYTHON, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"], timeout_s=30)
-    assert answer.problem == "it was killed by signal 11"
-    assert answer.last_words == ""
 
 
 def test_hanging_process_is_killed_with_its_children_and_its_output_kept(tmp_path) -> None:

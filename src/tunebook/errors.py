@@ -112,8 +112,8 @@ def first_line(error: BaseException) -> str:
 
 def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first names of a list, and how many more there are."""
-    more = len(names) - most
-    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    num_more = len(names) - most
+    return separator.join(names[:most]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def counted(number: int, unit: str, units: str | None = None) -> str:

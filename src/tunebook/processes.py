@@ -178,10 +178,10 @@ def _children(process: int) -> Iterator[tuple[int, str]]:
 
 def kill_descendants(process: int) -> None:
     """Kill all descendants of a process."""
-    found = children_of(process)
-    for child in found:  # the list grows in the loop
-        found += children_of(child)
-    for child in found:
+    descendants = children_of(process)
+    for child in descendants:  # the list grows in the loop
+        descendants += children_of(child)
+    for child in descendants:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
@@ -194,16 +194,16 @@ def end_children(
     `exclude` are other children of this process. A child that a kill does not end, since it waits in the kernel for a
     disk or a driver, is left after some seconds.
     """
-    asked: set[int] = set()
+    terminated: set[int] = set()
     end = time.monotonic() + timeout_s
     while (left := set(children_of(os.getpid())) - set(exclude)) and time.monotonic() < end + _DEAD_WITHIN_S:
         if is_urgent():
             end = min(end, time.monotonic())
         is_late = time.monotonic() >= end
-        for process in left if is_late else left - asked:
+        for process in left if is_late else left - terminated:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL if is_late else signal.SIGTERM)
-        asked |= left
+        terminated |= left
         time.sleep(_POLL_S)
     for process, _ in _children(os.getpid()):
         if process not in exclude:

@@ -1,4 +1,4 @@
-"""Print lines of text that wrap at words, keep the libraries off the terminal, and outlive the reader of the output."""
+"""Print text, keep the libraries off the terminal, and outlive the reader of the output."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import io
 import logging
 import os
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-
-_HANGING = "    "  # before the rest of a wrapped line, in addition to the indent of its start
 
 
 def print_lines(lines: Iterable[str], console: Console, *, style: str = "") -> None:
@@ -24,21 +22,9 @@ def print_lines(lines: Iterable[str], console: Console, *, style: str = "") -> N
     Not for a command: one that is wrapped cannot be copied. A longer word, such as a path, stays whole.
     """
     if console.is_terminal:
-        lines = [part for line in lines for part in _wrapped(line, console.width)]
+        wrap = TextWrapper(console.width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
+        lines = map(wrap.fill, lines)
     print_text("\n".join(lines), console, style=style)
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    text = line.lstrip(" ")
-    indent = " " * (len(line) - len(text))
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent + _HANGING,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def print_text(text: str, console: Console, *, style: str = "") -> None:

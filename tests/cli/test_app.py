@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.cli import app as cli
+from tunebook.cli.app import task_names
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.command import EvaluationRequest
 
@@ -54,9 +55,7 @@ def test_ctrl_c_is_a_request_to_stop(ended_with):
     assert ended_with(KeyboardInterrupt()) == (6, "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "words", [("--compare", "parallelism=ddp,fsdp", "--json"), ("--yaml", "--json"), ("--yaml", "--measure")]
-)
+@pytest.mark.parametrize("words", [("--compare", "parallelism=ddp,fsdp", "--json"), ("--yaml", "--measure")])
 def test_one_thing_is_printed_of_a_plan(run, words):
     code, out, said = run("plan", "quickstart", *words)
     assert (code, out) == (2, "")
@@ -107,17 +106,6 @@ def run(monkeypatch, capsys):
     return command
 
 
-def test_init_writes_a_recipe_that_a_dry_run_trains(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, _, said = run("init", "mine", "--recipes-dir", "own")  # no terminal, so nothing is asked
-    assert (code, said.startswith("error: ")) == (2, True)
-    code, shown, _ = run("init", "mine", "--base", "quickstart", "--parallelism", "ddp", "--recipes-dir", "own")
-    assert (code, shown.splitlines()[0]) == (0, "written: own/mine.yaml")
-    code, shown, said = run("train", "mine", "--recipes-dir", "own", "--dry-run")
-    assert code == 0, said
-    assert "launch: " in shown
-
-
 def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     turns = [{"role": "user", "content": "leaf"}, {"role": "assistant", "content": "horse"}]
@@ -129,22 +117,6 @@ def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     assert "[[horse<|im_end|>]]" in shown
 
 
-def test_data_writes_a_page_with_what_is_trained_on(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "train.jsonl"
-    talk = [{"role": "user", "content": "<b>Hi</b>"}, {"role": "assistant", "content": "Hello."}]
-    file.write_text(json.dumps({"messages": talk}) + "\n")
-    words = ("data", "quickstart", "dataset=jsonl", f"dataset.path={file}", "dataset.num_workers=1")
-    page = tmp_path / "data.html"
-    code, shown, _ = run(*words, "--page", str(page))
-    assert code == 0 and f"page: {page}" in shown
-    text = page.read_text()
-    assert '<span class="trained">Hello.' in text
-    assert "&lt;b&gt;Hi&lt;/b&gt;" in text and "<b>Hi" not in text
-    code, _, problem = run(*words, "--page", str(tmp_path / "nowhere" / "data.html"))
-    assert code == 2 and "there is no folder" in problem
-
-
 def test_plan_and_dry_run_are_the_same_plan(run):
     code, planned, _ = run("plan", "quickstart", "training.seed=3")
     assert code == 0
@@ -152,15 +124,6 @@ def test_plan_and_dry_run_are_the_same_plan(run):
     code, shown, said = run("plan", "quickstart", "training.sead=3", "--json")
     assert (code, said) == (2, "")
     assert json.loads(shown)["problems"][0]["id"] == "unknown-key"
-
-
-@pytest.mark.parametrize("words", [("plan",), ("train", "--dry-run")])
-def test_a_plan_that_does_not_fit_is_shown_and_ends_with_3(run, words):
-    machine = ("hardware=volta", "hardware.gpus_per_node=8", "hardware.memory_gib=8")
-    code, shown, said = run(*words, "qwen3b_zero2", *machine)
-    assert code == 3
-    assert "one optimizer step: 528 documents" in shown
-    assert said.startswith("error: by estimate this plan does not fit")
 
 
 def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
@@ -185,46 +148,9 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
     assert "there is no setting 'suit' here. Did you mean 'suite'?" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "tasks"),
-    [
-        (["tasks=[gsm8k,ifeval]"], ["gsm8k", "ifeval"]),
-        (["tasks=gsm8k, ifeval"], ["gsm8k", "ifeval"]),
-        (["tasks="], []),
-        (["model=a/b"], None),
-    ],
-)
-def test_eval_takes_tasks(run, monkeypatch, words, tasks):
-    asked = []
-    monkeypatch.setattr(
-        "tunebook.evaluate.command.evaluate_command", lambda request, *_: asked.append(request) or 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        run("eval", *words)
-    assert asked[0].tasks == tasks
-
-
-def test_chat_passes_its_options(run, monkeypatch, tmp_path):
-    from tunebook.evaluate.chat import Sampling
-
-    asked = {}
-    monkeypatch.setattr(
-        "tunebook.evaluate.chat.chat_command",
-        lambda target, outputs, **settings: asked.update(settings, target=target, outputs=outputs),
-    )
-    assert run("chat")[0] == 0
-    usual = {"prompt": None, "system": None, "sampling": Sampling(max_new_tokens=512, temperature=0.0, seed=0)}
-    assert asked == usual | {"target": "latest", "outputs": Path("outputs")}
-    run("chat", "run=quickstart", "--prompt", "hello", "--system", "", "--temperature", "0.7", "--seed", "4")
-    sampling = Sampling(max_new_tokens=512, temperature=0.7, seed=4)
-    assert asked == {
-        "prompt": "hello", "system": "", "sampling": sampling, "target": "quickstart", "outputs": Path("outputs"),
-    }  # fmt: skip
-    assert run("chat", "--max-new-tokens", "0")[0] == 2
-    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
-    code, _, said = run("chat")
-    assert code == 2
-    assert "build the image again" in said
+def test_eval_takes_tasks():
+    assert task_names({"tasks": "[gsm8k,ifeval]"}) == task_names({"tasks": "gsm8k, ifeval"}) == ["gsm8k", "ifeval"]
+    assert (task_names({"tasks": ""}), task_names({})) == ([], None)
 
 
 PROGRAM = """
@@ -271,7 +197,7 @@ def test_a_signal_interrupts_the_command_and_ends_its_workers_in_silence(words, 
     assert (done.returncode, done.stderr) == (code, "")
 
 
-@pytest.mark.parametrize("value", ["main\ntouch injected", "main\r", "main\u2028x", "main\x1b]0;x\x07"], ids=ascii)
+@pytest.mark.parametrize("value", ["main\ntouch injected", "main\x1b]0;x\x07"], ids=ascii)
 def test_a_recipe_with_a_line_break_for_a_job_script_ends_with_2_and_shows_none(run, tmp_path, monkeypatch, value):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     head = "# @package _global_\ndefaults:\n  - quickstart\n  - override /launcher: slurm\n  - _self_\n"
@@ -281,10 +207,3 @@ def test_a_recipe_with_a_line_break_for_a_job_script_ends_with_2_and_shows_none(
     assert "#SBATCH" not in out
     assert "tunebook explain control-characters" in out + said
     assert not any(sign in out + said for sign in "\r\u2028\x1b\x07")
-
-
-def test_error_repeats_overrides_without_control_characters(run):
-    code, _, said = run("train", "quickstart", "training.\x1b[2Jseed=3")
-    assert code == 2
-    assert "\x1b" not in said
-    assert "training.\\x1b[2Jseed" in said

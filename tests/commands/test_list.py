@@ -8,37 +8,21 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.list import recipes_table
-from tunebook.config.book import find_recipes
 
 
-def printed(width: int, *folders: Path) -> str:
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(recipes_table([*folders]))
-    return capture.get()
-
-
-@pytest.mark.parametrize(
-    ("name", "title", "shown"),
-    [
-        ("mine", "LoRA [r=8] of data[/x] test", "LoRA [r=8] of data[/x] test"),
-        ("mine", ":smile:", ":smile:"),
-    ],
-)
-def test_titles_are_shown_as_they_are_and_errors_beside_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, title: str, shown: str
+@pytest.mark.parametrize("width", [80, 240])
+def test_names_are_not_cut_and_titles_are_shown_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr("tunebook.config.book.recipe_folders", lambda named: named)
+    name, title = "a_recipe_with_a_long_name", "LoRA [r=8] of data[/x] :smile:"
     (tmp_path / f"{name}.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /dataset: synthetic\n  - override /parallelism: ddp\n"
         f"  - _self_\ntitle: '{title}'\nmodel:\n  name: a/b\n"
     )
-    row = printed(240, tmp_path).splitlines()[1]
-    assert row.split()[0] == name and shown in row
-
-
-def test_a_narrow_terminal_cuts_no_name() -> None:
-    shown = printed(80)
-    names = [line.split()[0] for line in shown.splitlines()[1:] if not line.startswith(" ")]
-    assert [name for name in names if name != "recipe"] == list(find_recipes([]))  # its heading may take two lines
-    assert "…" not in shown
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(recipes_table([tmp_path]))
+    shown = capture.get()
+    assert shown.count(name) == 1 and "…" not in shown
+    assert width == 80 or title in shown

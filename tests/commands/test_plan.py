@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from rich.console import Console
 
 from tunebook.commands.plan import plan_command
 from tunebook.commands.train import plan_job, set_up_folder
-from tunebook.config.book import find_recipes
 from tunebook.config.frozen import load_config
-from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
+from tunebook.errors import DataError, DoesNotFitError
 from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
 from tunebook.record.run_folder import RUN_FILE
@@ -64,7 +61,6 @@ YAML_WORDS = {
     "no_recipe": (
         None, ["model=quickstart", "dataset=quickstart", "training.global_samples=4", "training.max_length=128"]
     ),
-    "inherited": ("llama3_8b_fsdp_offload", []),
 }  # fmt: skip
 
 
@@ -106,43 +102,24 @@ def test_each_value_of_the_yaml_has_its_origin(as_yaml: Any) -> None:
     assert {key: found.get(key) for key in expected} == expected
 
 
-def test_only_the_configuration_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DoesNotFitError, match="does not fit"):
-        plan_command(
-            "qwen3b_zero2",
-            [*TOO_LARGE, "schedule.name=constant", "schedule.min_learning_rate=null"],
-            [],
-            Console(),
-            as_yaml=True,
-        )
-    printed = capsys.readouterr()
-    assert yaml.safe_load(printed.out)["schedule"]["name"] == "constant"
-    assert printed.err.startswith("warning: schedule.warmup_steps")
-
-
-@pytest.mark.parametrize("recipe", sorted(find_recipes([])))
-def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["quickstart", "dolly3b_zero3_nvme"])
+def test_the_json_of_a_plan_is_complete(as_json: Any, recipe: str) -> None:
     code, plan = as_json(recipe)
-    assert code == 0
-    assert plan["recipe"] == recipe
+    assert (code, plan["recipe"]) == (0, recipe)
     assert set(plan["hardware"]) == {"generation", "num_nodes", "gpus_per_node", "memory_gib"}
     assert {"global_samples", "micro", "accumulation", "world_size"} <= set(plan["batch"])
     parts = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
     memory, host = plan["memory_gib"], plan["host_memory_gib"]
     assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=0.01)
-    assert memory["overhead"] > 0.4  # at least Python itself
     assert host["total"] >= max(host["processes"] + host["loading"], host["offload"] + host["saving"]) - 0.01
     assert (plan["nvme_gib"] > 0) == ("nvme" in recipe)
-    assert plan["memory_gib"]["weights"] >= 0
-    time = plan["time"]
-    assert set(time) == {
+    assert set(plan["time"]) == {
         "tokens_per_second_per_gpu", "tokens_per_second", "tokens", "hours", "gpu_hours", "assumption",
     }  # fmt: skip
-    assert (time["tokens_per_second"] is None) == time["assumption"].startswith("not estimated: ")
     assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])
-    assert not any(problem["is_error"] for problem in plan["problems"])
 
 
+@pytest.mark.nightly
 def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: Any) -> None:
     words = ("model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "hardware=hopper")
     words += ("hardware.gpus_per_node=8",)
@@ -188,7 +165,6 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
     assert (code, plan["fits"]) == (3, False)
     assert [problem["id"] for problem in plan["problems"]] == ["does-not-fit"]
     assert plan["would_fit"] == []
-    assert "on each GPU or rank; try activation=checkpointing, " in plan["problems"][0]["message"]
     with pytest.raises(DoesNotFitError, match=r"of 8 GiB on each GPU or rank; try "):
         plan_command("qwen3b_zero2", [*TOO_LARGE], [], Console())
     out = capsys.readouterr().out
@@ -196,16 +172,7 @@ def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.Capture
     assert "Nothing that was tried fits for certain; the least memory takes:\n  peft=" in out
 
 
-def test_what_would_fit_is_listed_below_a_plan_that_does_not(as_json: Any, capsys: Any) -> None:
-    words = ["parallelism=ddp", "hardware=volta"]
-    with pytest.raises(DoesNotFitError):
-        plan_command("qwen3b_zero2", words, [], Console(width=160))
-    assert "\nWhat would fit, by estimate, to be typed after the recipe:\n  parallelism=" in capsys.readouterr().out
-    code, plan = as_json("qwen3b_zero2", *words)
-    assert code == 3
-    assert ["parallelism=fsdp"] in [each["overrides"] for each in plan["would_fit"]]
-
-
+@pytest.mark.nightly
 def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
     words = ("hardware.host_memory_gib=931",)
     code, plan = as_json("llama2_70b_fsdp_1node", *words)
@@ -214,57 +181,6 @@ def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
     assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == ["host-memory-too-small"]
     with pytest.raises(DoesNotFitError, match=r"of 931 GiB on each node; offload less"):
         plan_command("llama2_70b_fsdp_1node", [*words], [], Console(file=io.StringIO()))
-
-
-def test_for_people_errors_are_raised() -> None:
-    with pytest.raises(RulesError, match="bf16-on-volta"):
-        shown("qwen3b_zero2", "precision=bf16")
-    with pytest.raises(RequestError, match="Did you mean 'quickstart'"):
-        shown("quickstrat")
-
-
-@pytest.mark.slow
-def test_a_cached_plan_imports_neither_torch_nor_transformers() -> None:
-    program = (
-        "import sys; sys.argv = ['tunebook', 'plan', 'qwen3b_zero2', '--json']\n"
-        "from tunebook.cli import app as cli\n"
-        "try: cli.main()\n"
-        "finally: print({'torch', 'transformers', 'datasets'} & set(sys.modules), file=sys.stderr)\n"
-    )
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-        assert json.loads(done.stdout)["recipe"] == "qwen3b_zero2"
-    assert done.stderr == "set()\n"
-
-
-ON_GPUS = ["dataset=synthetic", "training.global_samples=64", "training.max_length=2048", "hardware=hopper",
-           "hardware.gpus_per_node=8", "parallelism=fsdp", "peft=lora", "peft.dropout=0"]  # fmt: skip
-# A published model that is not in the book, Granite 3.1 2B, and one that is, by the sizes of its config.json.
-GRANITE = {
-    "model_type": "granite", "architectures": ["GraniteForCausalLM"], "torch_dtype": "bfloat16", "hidden_size": 2048,
-    "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
-    "vocab_size": 49155, "max_position_embeddings": 131072, "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model", ["granite", "smollm2_135m"])
-def test_a_model_is_planned_by_its_sizes(as_json: Any, tmp_path: Path, model: str) -> None:
-    words = [f"model={model}"]
-    if model == "granite":
-        (tmp_path / "config.json").write_text(json.dumps(GRANITE))
-        words = ["model=hub", f"model.path={tmp_path}", "model.weights=random"]
-    code, plan = as_json(None, *words, *ON_GPUS)
-    assert (code, plan["fits"], plan["problems"]) == (0, True, [])
-    assert plan["memory_gib"]["activations"] > 0
-    assert plan["time"]["tokens_per_second_per_gpu"] > 0
-
-
-def test_what_would_fit_is_named_where_that_is_in_doubt(as_json: Any) -> None:
-    words = ["model=llama3_8b", "dataset=synthetic", "training.global_samples=64", "training.max_length=2048",
-             "hardware=hopper", "hardware.gpus_per_node=8", "parallelism=zero1"]  # fmt: skip
-    code, plan = as_json(None, *words)
-    assert (code, plan["fits"]) == (0, None)
-    assert ["parallelism=zero3"] in [each["overrides"] for each in plan["would_fit"]]
 
 
 def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path: Path, as_json: Any) -> None:

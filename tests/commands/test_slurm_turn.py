@@ -10,7 +10,6 @@ import pytest
 
 from tunebook.commands.slurm_turn import carry_out_turn
 from tunebook.config.frozen import config_to_yaml
-from tunebook.errors import TunebookError
 from tunebook.launch import slurm as client
 from tunebook.record.manifest import read_manifest, start_manifest
 
@@ -60,36 +59,6 @@ def test_three_turns_in_a_row_that_saved_nothing_are_the_last(folder, asked_of_s
         assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
         assert len(asked_of_slurm) == num_requeued
     assert "job 7: not requeued: three turns in a row saved nothing" in capsys.readouterr().out
-
-
-def test_a_controller_that_is_silent_at_the_end_of_a_turn_is_waited_for(folder, monkeypatch, capsys):
-    """As while it is restarted: the job would end for good."""
-    asked = []
-
-    def answer(*words):
-        asked.append(words)
-        if len(asked) < 4:
-            raise TunebookError("no answer", problem_id="slurm-out-of-reach")
-        return ""
-
-    monkeypatch.setattr(client, "slurm", answer)
-    monkeypatch.setattr(client, "_SILENT_POLL_S", 0.001)
-    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
-    assert asked == [("scontrol", "requeue", "7")] * 4
-    printed = capsys.readouterr().out
-    assert printed.count("; trying again in ") == 3
-    assert "job 7: requeued: it resumes in this folder" in printed
-
-
-@pytest.mark.parametrize("problem_id", ["slurm-refused", "slurm-out-of-reach"])
-def test_a_requeue_that_slurm_refuses_or_never_answers_is_said(folder, monkeypatch, capsys, problem_id):
-    def refuse(*words):
-        raise TunebookError("no", problem_id=problem_id)
-
-    monkeypatch.setattr(client, "slurm", refuse)
-    monkeypatch.setattr(client, "_SILENT_WITHIN_S", -1.0)
-    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
-    assert "job 7: not requeued: no" in capsys.readouterr().out
 
 
 def test_a_signal_while_python_imports_is_not_lost(folder):

@@ -27,7 +27,7 @@ def test_a_value_on_the_command_line_beats_the_recipe_and_the_last_one_counts():
     assert composed("optimizer.learning_rate=1e-2", "optimizer.learning_rate=3e-4").optimizer.learning_rate == 3e-4
 
 
-@pytest.mark.parametrize("name", ["a b", "a-b.2", "größe_1", "it's", "a,b", "[a]", "${a}", "1", "null", "true"])
+@pytest.mark.parametrize("name", ["a b", "größe_1", "${a}", "null"])
 def test_a_recipe_goes_by_any_name_of_a_file(name, tmp_path):
     (tmp_path / f"{name}.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntitle: mine\n")
     assert composed(recipe=name, recipes_dirs=[tmp_path]).title == "mine"
@@ -40,42 +40,26 @@ def test_a_choice_brings_its_own_keys():
     assert launcher.partition == "long"
 
 
-def test_a_run_without_a_recipe():
-    config = composed("model.name=a/b", "dataset.path=x.jsonl", recipe=None)
-    assert (config.model.name, config.recipe, config.parallelism.strategy) == ("a/b", None, Strategy.auto)
-
-
 @pytest.mark.parametrize(
     ("word", "problem_id", "said"),
     [
         ("training.max_lenght=3", "unknown-key", "Did you mean 'training.max_length'?"),
-        ("trainin.max_length=4", "unknown-key", "type training.max_length=4"),
         ("modle=quickstart", "unknown-key", "Did you mean 'model'?"),
         ("seed=3", "unknown-key", "type training.seed=3"),
-        ("hydra.run.dir=x", "unknown-key", "type outputs=x"),
         ("parallelism=zero4", "unknown-choice", "Did you mean 'zero3'? Choices of parallelism: auto, ddp"),
         ("training.max_length=abc", "wrong-type", "training.max_length: "),
-        ("training.seed=1.5", "wrong-type", "training.seed: "),
-        ("training.deterministic=maybe", "wrong-type", "bool"),
         ("precision.compute=bf17", "wrong-type", "Did you mean 'bf16'?"),
         ("training=4", "wrong-type", "4"),
-        ("training.seed=null", "wrong-type", "training.seed: "),
         ("evaluation.tasks=abc", "wrong-type", "A list is typed [a,b]"),
-        ("optimizer.learning_rate.x=5", "wrong-type", "optimizer.learning_rate: "),
-        ("dataset.path=[a,b]", "wrong-type", "dataset.path: "),
         ("dataset.parts.chat=a.jsonl", "wrong-type", "dataset.parts.chat: "),
-        ("dataset.chat_template_kwargs=[1]", "wrong-type", ""),
         ("peft.rank_pattern={q_proj: wide}", "wrong-type", "peft.rank_pattern.q_proj: "),
-        ("peft.rank_pattern=[q_proj]", "wrong-type", ""),
         ("title=${training.sed}", "wrong-type", "Did you mean 'training.seed'?"),
         ("training.seed", "override-form", "type training.seed=VALUE"),
         ("optimizer.learning_rate=1e-4,1e-5", "override-form", "`tunebook sweep`"),
         ("title=a, b", "override-form", "a text 'title=\"a, b\"'"),
         ("+training.seed=1", "override-form", "type training.seed=1"),
-        ("~training.seed", "override-form", "type training.seed=VALUE"),
         ("recipe=quickstart", "override-form", "tunebook train quickstart"),
         ("peft.target_modules=[q_proj", "override-form", "brackets"),
-        ("title='a", "override-form", "quotes"),
         ("=", "override-form", "without spaces round the ="),
     ],
 )
@@ -87,7 +71,7 @@ def test_a_wrong_word_is_named_with_what_to_type(word, problem_id, said):
     assert said in caught.value.message
 
 
-@pytest.mark.parametrize("value", ["<pad>", "</s>", "<|im_end|>", "a=b", "50% or more?", "x\\y*", "it's"])
+@pytest.mark.parametrize("value", ["<|im_end|>", "a=b", "50% or more?", "x\\y*", "it's"])
 def test_a_text_is_taken_as_typed(value):
     assert composed(f"model.pad_token={value}").model.pad_token == value
 
@@ -111,17 +95,6 @@ def test_a_key_of_another_choice_says_which():
         composed("parallelism=ddp", "parallelism.overlap_comm=true")
     with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray$"):
         composed("launcher=local", "launcher.cpus_per_worker=2")
-
-
-def test_an_unknown_recipe_lists_the_recipes_and_the_nearest():
-    with pytest.raises(RequestError, match=r"no recipe 'qwen3b_zero3'\. Did you mean 'qwen3b_zero2'\?.*quickstart"):
-        composed(recipe="qwen3b_zero3")
-
-
-def test_a_recipe_named_by_its_file_says_what_to_type(tmp_path):
-    (tmp_path / "mine.yaml").write_text("training: {max_length: 77}\n")
-    with pytest.raises(RequestError, match=f"type mine --recipes-dir {tmp_path}$"):
-        composed(recipe=str(tmp_path / "mine.yaml"))
 
 
 def test_missing_values_are_all_named():
@@ -175,14 +148,10 @@ class TestRecipesOfOnesOwn:
             ("training: {max_lenght: 77}", "unknown-key", "Did you mean 'training.max_length'"),
             ("training: {save_total_limit: 3}", "unknown-key", "type training.keep_checkpoints=3"),
             ("training.seed: 3", "unknown-key", "'training.seed' is written with a dot"),
-            ("1: 2", "unknown-key", "there is no key '1'"),
             ("training: {seed: many}", "wrong-type", "training.seed: "),
-            ("training: 5", "wrong-type", "5"),
             ("defaults: [{override /parallelism: zero4}, _self_]", "unknown-choice", "Did you mean 'zero3'"),
             ("defaults: [{override /paralelism: ddp}, _self_]", "recipe-defaults", "Did you mean 'parallelism'"),
-            ("defaults: [{parallelism: ddp}, _self_]", "recipe-defaults", "'- override /model: qwen25_05b'"),
             ("model: qwen25_05b", "recipe-defaults", "'- override /model: qwen25_05b'"),
-            ("defaults: quickstart", "recipe-defaults", "'- quickstart'"),
             ("defaults: [_self_, quickstart]", "recipe-defaults", "end with '- _self_'"),
             ("training: {seed: [1", "recipe-not-yaml", "this is not YAML"),
             ("- a\n- b", "recipe-not-yaml", "a recipe is a mapping"),
@@ -229,10 +198,6 @@ class TestRecipesOfOnesOwn:
         with pytest.raises(RequestError, match=f"--recipes-dir {tmp_path}/nix"):
             composed(recipe="quickstart", recipes_dirs=[tmp_path / "nix"])
 
-    def test_another_recipes_broken_file_does_not_matter(self, tmp_path):
-        (tmp_path / "broken.yaml").write_text("a: [")
-        assert composed(recipe="qwen3b_zero2", recipes_dirs=[tmp_path]).training.global_samples == 528
-
 
 def test_a_wrong_file_of_a_group_is_named(tmp_path, monkeypatch):
     shutil.copytree(book_root() / "hydra_configs", tmp_path / "hydra_configs")
@@ -256,7 +221,7 @@ def test_origins_of_values_and_choices(tmp_path):
 
 
 class TestFrozen:
-    @pytest.mark.parametrize("recipe", ["qwen3b_zero2", "llama2_70b_fsdp", "dolly3b_ray_zero3_offload", "quickstart"])
+    @pytest.mark.parametrize("recipe", ["llama2_70b_fsdp", "dolly3b_ray_zero3_offload"])
     def test_reads_back_equal(self, recipe, tmp_path):
         config = composed(recipe=recipe)
         (tmp_path / "run.yaml").write_text(config_to_yaml(config))

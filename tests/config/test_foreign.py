@@ -12,7 +12,6 @@ from tunebook.config.compose import compose
 from tunebook.config.foreign import instead_of, names
 from tunebook.config.keys import all_keys
 from tunebook.config.schema import GROUPS
-from tunebook.errors import RequestError
 
 EXAMPLES = {"int": "2", "float": "0.1", "bool": "true"}  # values of a type; of everything else a text
 
@@ -78,25 +77,3 @@ def test_a_setting_is_answered_with_what_to_type(word: str, instead: str) -> Non
     key, _, value = word.partition("=")
     answer = instead_of(key, value)
     assert answer.startswith(instead) and bool(answer) == bool(instead)
-
-
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        (["packing=true"], "type packing=isolated"),
-        (["optimizer=adam_w"], "Did you mean 'adamw'"),
-        (["model=Qwen/Qwen2.5-0.5B"], "type model=hub model.name=Qwen/Qwen2.5-0.5B"),
-        (["+lr=1e-4"], "type optimizer.learning_rate=1e-4"),
-        (["hydra.run.dir=/x"], "type outputs=/x"),
-        (["bf16=true", "lora_r=4"], "type peft=lora peft.rank=4"),
-    ],
-)
-def test_composing_answers_with_what_to_type(words: list[str], instead: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(instead)):
-        compose("quickstart", words)
-
-
-def test_a_key_in_a_recipe_is_answered_with_the_recipes_value(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("# @package _global_\ntraining:\n  save_total_limit: 3\n")
-    with pytest.raises(RequestError, match=r"mine\.yaml: .*type training\.keep_checkpoints=3"):
-        compose("mine", [], [tmp_path])

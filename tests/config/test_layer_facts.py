@@ -7,14 +7,8 @@ import json
 import pytest
 
 from tunebook.config.frozen import architecture_json, config_to_yaml, load_config
-from tunebook.config.keys import all_keys
 from tunebook.config.model_facts import ARCHITECTURE_FILE
 from tunebook.errors import RequestError
-
-
-def test_they_are_not_typed(sound):
-    assert not [key for key in all_keys() if "measured" in key]
-    assert "measured" not in config_to_yaml(sound)
 
 
 def test_a_run_is_read_with_what_it_recorded(sound, tmp_path):

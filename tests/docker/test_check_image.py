@@ -22,12 +22,6 @@ spec.loader.exec_module(sys.modules["check_image"])
 check_image = sys.modules["check_image"]
 
 
-def test_generation_env_is_read_without_quotes_and_comments(tmp_path: Path) -> None:
-    file = tmp_path / "generation.env"
-    file.write_text("# why\nTORCH=2.13.0\nCOMPUTE_CAPABILITIES='8.0 8.6'\nCUDA=\n")
-    assert check_image.read_settings(file) == {"TORCH": "2.13.0", "COMPUTE_CAPABILITIES": "8.0 8.6", "CUDA": ""}
-
-
 @pytest.mark.parametrize("generation", ["cpu", "volta", "ampere", "hopper", "blackwell"])
 def test_every_lock_of_the_project_is_read(generation: str) -> None:
     settings = check_image.read_settings(DOCKER / generation / "generation.env")
@@ -36,12 +30,6 @@ def test_every_lock_of_the_project_is_read(generation: str) -> None:
     assert {"pip", "transformers", "deepspeed"} <= expected.keys()
     assert ("flash-attn" in expected) == (settings["ATTENTION"] == "flash-attn-2")
     assert "flash-attn" not in check_image.expected_versions(DOCKER / generation, {"torch": "2.13.0+cpu"}, "none")
-
-
-@pytest.mark.parametrize(("torch", "has_cuda"), [("2.13.0+cpu", False), ("2.13.0", True)])
-def test_on_a_cpu_the_build_of_torch_decides_which_lock_counts(torch: str, has_cuda: bool) -> None:
-    expected = check_image.expected_versions(DOCKER / "cpu", {"torch": torch}, "none")
-    assert (expected["torch"], "nvidia-cublas" in expected) == (torch, has_cuda)
 
 
 def test_the_build_finds_what_the_check_imports(tmp_path: Path) -> None:
@@ -69,15 +57,6 @@ def test_differences_from_the_lock_are_named_in_both_directions() -> None:
         "torch 2.13.0+cpu is installed, but 2.13.0 is locked",
         "trl 1.15.0 is installed, but 1.16.0 is locked",
     ]
-
-
-def test_the_facts_list_the_locked_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = check_image.TorchFacts(version="2.13.0+cpu", cuda=None, arch_list=[])
-    monkeypatch.setattr(check_image, "torch_facts", lambda: torch)
-    monkeypatch.setattr(check_image, "installed_versions", lambda: {"torch": "2.13.0+cpu", "trl": "1.15.0"})
-    facts, problems = check_image.check_packages(DOCKER / "cpu")
-    assert "trl 1.15.0 is installed, but 1.16.0 is locked" in problems
-    assert (facts["packages"]["torch"], facts["packages"]["trl"]) == ("2.13.0+cpu", "1.16.0")
 
 
 # --- architectures
@@ -111,18 +90,6 @@ def test_torch_is_compared_with_generation_env(
     assert check_image.torch_problems(settings, check_image.TorchFacts(**torch)) == problems
 
 
-def test_the_installed_torch_can_be_read_without_a_gpu() -> None:
-    facts = check_image.torch_facts()
-    assert facts.version.startswith("2.")
-    assert all(name.startswith(("sm_", "compute_")) for name in facts.arch_list)
-
-
-def test_an_attention_package_that_does_not_import_is_named_with_its_error() -> None:
-    assert check_image.attention_problems("none") == []
-    problems = check_image.attention_problems("flash-attn-2")
-    assert "flash-attn-2: `import flash_attn_2_cuda` fails: ModuleNotFoundError" in "\n".join(problems)
-
-
 # --- the image
 
 
@@ -133,25 +100,6 @@ def image_folder(tmp_path: Path) -> Path:
     (tmp_path / "packages.json").write_text(json.dumps(facts))
     (tmp_path / "sources.sha256").write_text("cc\n")
     return tmp_path
-
-
-def test_labels_that_differ_from_the_image_are_refused(image_folder: Path) -> None:
-    arguments = {"GENERATION": "volta", "LOCK_SHA256": "bb", "SOURCES_SHA256": "cc", "TORCH": "", "MIN_DRIVER": "580"}
-    arguments["ATTENTION"] = "flash-attn-2"
-    _, problems = check_image.check_image(image_folder, arguments)
-    assert [text.partition(":")[0] for text in problems[:3]] == [
-        "the build argument GENERATION is volta, but the image has hopper",
-        "the build argument ATTENTION is flash-attn-2, but the image has none",
-        "the build argument LOCK_SHA256 is bb, but the image has aa",
-    ]
-    assert all(text.endswith("Type: make env") for text in problems[:3])
-
-
-def test_image_json_names_the_origin_of_the_image(image_folder: Path) -> None:
-    arguments = {"GIT_COMMIT": "1234", "GIT_DIFF_SHA256": "", "BASE_IMAGE": "", "DEFAULT_BASE_IMAGE": "debian:12"}
-    facts, _ = check_image.check_image(image_folder, arguments)
-    assert facts["sources_sha256"] == "cc"
-    assert (facts["git_commit"], facts["git_diff_sha256"], facts["base_image"]) == ("1234", None, "debian:12")
 
 
 def test_a_problem_fails_the_build_and_nothing_is_written(

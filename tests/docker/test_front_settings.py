@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-import pytest
-
 from tunebook.record.provenance import describe_code
-
-TRAIN = ("run", "train", "quickstart")
 
 
 def test_env_has_every_setting_of_compose(machine):
@@ -52,12 +48,6 @@ def test_the_files_of_a_build_are_remembered_until_they_are_given_again(machine)
     assert machine.setting("TUNEBOOK_DATA") == str(machine.folder / "my data")
 
 
-def test_settings_of_the_environment_do_not_reach_compose(machine):
-    machine.act("docker-compose-run", 'echo "sees $TUNEBOOK_IMAGE $COMPOSE_FILE"')
-    done = machine.front(*TRAIN, GPU="cpu", TUNEBOOK_IMAGE="another", COMPOSE_FILE="/elsewhere.yaml")
-    assert "sees tunebook:cpu compose.yaml:docker/cpu/compose.yaml" in done.stdout
-
-
 def test_the_code_has_the_hash_of_the_manifest(machine):
     git = ("git", "-c", "user.name=x", "-c", "user.email=x@example.org")
     machine.front("env", GPU="cpu")
@@ -72,19 +62,3 @@ def test_the_code_has_the_hash_of_the_manifest(machine):
         expected = describe_code(machine.checkout)
         assert machine.setting("TUNEBOOK_GIT_COMMIT") == expected["git_commit"]
         assert machine.setting("TUNEBOOK_GIT_DIFF_SHA256") == (expected["git_diff_sha256"] or "")
-
-
-def test_under_sudo_files_are_the_users(machine):
-    if os.getuid() != 0:
-        pytest.skip("only root can give files away")
-    machine.front("env", GPU="cpu", SUDO_UID="4321", SUDO_GID="4322")
-    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("4321", "4322")
-    for name in (".env", "outputs", ".cache", ".cache/wheels"):
-        status = (machine.checkout / name).stat()
-        assert (status.st_uid, status.st_gid) == (4321, 4322), name
-
-
-def test_rootless_docker_uses_its_own_root(machine):
-    machine.tell("docker-info", '{"DockerRootDir":"/x","Runtimes":{},"SecurityOptions":["name=rootless"]}')
-    machine.front(*TRAIN, GPU="cpu")
-    assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == ("0", "0")

@@ -20,12 +20,6 @@ for wait in $(seq 200); do
 done
 """
 KILLED = 'touch "$FAKE/killed"; exit 0'
-# Catches the signal and ends with a code, as docker does.
-CAUGHT = """
-trap "exit 1" INT TERM
-touch "$FAKE/running"
-for wait in $(seq 200); do sleep 0.05; done
-"""
 
 
 @pytest.fixture
@@ -41,7 +35,7 @@ def train(machine):
     return start
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_to_stop_reaches_the_container_once_and_its_exit_code_comes_back(machine, train, number):
     front = train()
     os.killpg(front.pid, number)
@@ -58,34 +52,3 @@ def test_signals_that_end_the_forwarding_program_lose_no_request(machine, train)
         time.sleep(0.003)
     front.communicate(timeout=30)
     assert front.returncode == 6
-
-
-def test_before_the_container_runs_there_is_nothing_to_save(machine, train):
-    front = train(kill="exit 1")
-    os.kill(front.pid, signal.SIGTERM)
-    front.communicate(timeout=30)
-    assert front.returncode == 128 + signal.SIGTERM
-    assert len(machine.calls("rm --force")) == 1
-
-
-def test_a_run_whose_terminal_was_closed_is_waited_for(machine):
-    machine.image("tunebook:cpu")
-    machine.tell("docker-compose-run", err="write /dev/stdout: input/output error\n", code=1)
-    machine.tell("docker-wait", "6\n")
-    assert machine.front(*TRAIN, GPU="cpu").returncode == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "docker"),
-    [(["image"], "compose-build"), ([*TRAIN, "evaluation=code"], "compose-up"), (TRAIN, "compose-version")],
-    ids=["a build", "the sandbox starts", "the version is asked"],
-)
-def test_ctrl_c_is_not_taken_for_a_failure_of_the_program_that_caught_it(machine, words, docker):
-    machine.image("tunebook:cpu")
-    machine.act(f"docker-{docker}", CAUGHT)
-    front = machine.start(*words, GPU="cpu", until="running")
-    os.killpg(front.pid, signal.SIGINT)
-    _, errors = front.communicate(timeout=30)
-    assert front.returncode == 128 + signal.SIGINT
-    assert "fail" not in errors
-    assert machine.calls("compose run") == []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -104,10 +102,8 @@ def start_on_cpu(copied: Path, torch: str) -> subprocess.Popen[str]:
     ("error", "code", "shown", "ended"),
     [
         ("ERROR: No matching distribution found for torch==2.13.0+cpu", 1, "", 0),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", 1, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n", 0),
         ("ERROR: Operation cancelled by user", 7, "ERROR: Operation cancelled by user\n", 7),
     ],
-    ids=["no CPU build", "another build", "interrupted"],
 )
 def test_without_torchs_cpu_build_the_registrys_is_installed_unless_pip_was_interrupted(
     copied: Path, error: str, code: int, shown: str, ended: int
@@ -115,16 +111,3 @@ def test_without_torchs_cpu_build_the_registrys_is_installed_unless_pip_was_inte
     done = start_on_cpu(copied, f"echo '{error}'; exit {code}")
     assert (done.communicate(timeout=60)[1], done.returncode) == (shown, ended)
     assert ("cpu/requirements.lock" in (copied / "log").read_text()) is (ended == 0)
-
-
-def test_ctrl_c_ends_the_set_up_although_pip_catches_it(copied: Path) -> None:
-    running = copied / "running"
-    done = start_on_cpu(copied, f"touch {running}; for wait in $(seq 200); do sleep 0.05; done")
-    end = time.monotonic() + 30
-    while not running.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.killpg(done.pid, signal.SIGINT)
-    done.communicate(timeout=60)
-    assert done.returncode == 128 + signal.SIGINT
-    assert "cpu/requirements.lock" not in (copied / "log").read_text()

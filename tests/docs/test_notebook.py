@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.notebook_cells import Displayed, as_python, code_cells, execute
+from tests.docs.notebook_cells import as_python, code_cells
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "quickstart.ipynb"
 # What version 4.5 of the notebook format requires of a cell, and allows but for attachments.
@@ -55,26 +55,3 @@ def test_links_lead_to_files(notebook):
 def test_every_code_cell_compiles():
     for cell_id, source in code_cells(NOTEBOOK).items():
         compile(as_python(source), cell_id, "exec")
-
-
-def test_commands_get_the_values_of_variables_and_displayed_things_are_collected():
-    commands = []
-    cells = {
-        "a": "!first\nnumber = 7",
-        "b": 'from IPython.display import HTML, display\n!echo "{number}"\ndisplay(HTML(f"<b>{number}</b>"))',
-    }
-    displayed = execute(cells, lambda command: commands.append(command) or 0)
-    assert commands == ["first", 'echo "7"']
-    assert displayed == [Displayed("HTML", "<b>7</b>")]
-
-
-def test_a_command_that_fails_ends_the_execution():
-    commands = []
-    with pytest.raises(pytest.fail.Exception, match="exit code 5 of: second"):
-        execute({"a": "!first", "b": "!second", "c": "!third"}, lambda c: commands.append(c) or 5 * (c == "second"))
-    assert commands == ["first", "second"]
-
-
-def test_an_error_of_a_cell_ends_the_execution():
-    with pytest.raises(ZeroDivisionError):
-        execute({"a": "1 / 0"}, lambda command: 0)

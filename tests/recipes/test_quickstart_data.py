@@ -124,19 +124,6 @@ def test_every_answer_is_right(train: list[Conversation], heldout: list[Conversa
             assert answer == render_answer(state[1], system), line
 
 
-def test_a_system_prompt_changes_the_answer() -> None:
-    assert conversations.STYLES["capitals"].join(("cat", "moon")) == "CAT MOON"
-    assert conversations.STYLES["commas"].join(("cat", "moon")) == "cat, moon"
-
-
-def test_no_phrasing_contains_an_operand() -> None:
-    texts = list(conversations.AGAIN_PHRASINGS)
-    texts += [text for operation in conversations.OPERATIONS.values() for text in operation.phrasings]
-    texts += [text for follow_up in conversations.FOLLOW_UPS.values() for text in follow_up.phrasings]
-    texts += [text for style in conversations.STYLES.values() for text in style.prompts]
-    assert not [text for text in texts if find_operands(text)]
-
-
 def test_no_prompt_is_shared(train: list[Conversation], heldout: list[Conversation], tokenizer: Any) -> None:
     def prompts(line: Conversation) -> Iterator[str]:
         turns = line["conversations"]
@@ -163,22 +150,10 @@ def test_no_operand_combination_is_shared(train: list[Conversation], heldout: li
     assert not trained & asked
 
 
-def test_every_operand_is_trained_on(train: list[Conversation]) -> None:
-    assert {word for line in train for request, _ in requests_of(line) for word in find_operands(request)} == OPERANDS
-
-
 def test_lookup_baseline_stays_below_half(train: list[Conversation], heldout: list[Conversation]) -> None:
     scores = baseline.score_lookup(train, heldout)
     assert scores.keys() == {"overall", *TASKS}
     assert scores["overall"] < 0.5
-
-
-def test_lookup_finds_the_nearest_prompt() -> None:
-    def line(question: str, answer: str) -> Conversation:
-        return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}], "task": "t"}
-
-    known = [line("turn left now", "a"), line("go home", "b")]
-    assert baseline.score_lookup(known, [line("go home!", "b"), line("turn left", "z")]) == {"overall": 0.5, "t": 0.5}
 
 
 def test_model_has_one_to_five_million_parameters() -> None:

@@ -70,14 +70,6 @@ def test_no_request_of_a_held_out_call_is_trained_on(inputs: ModuleType, tmp_pat
     assert train == [other, other]  # thanks after the call are no request of it
 
 
-def test_held_out_conversations_end_at_each_of_their_calls(inputs: ModuleType, tmp_path: Path) -> None:
-    turns = [("human", "a"), ("function_call", "b"), ("observation", "c"), ("function_call", "d"), ("gpt", "e")]
-    _write_demo(tmp_path / "sdist.tar.gz", [_conversation(*turns)] * 10)
-    _, heldout = inputs.tool_calls(tmp_path / "sdist.tar.gz")
-    assert [len(one["conversations"]) for one in heldout] == [2, 4, 2, 4]
-    assert {one["conversations"][-1]["from"] for one in heldout} == {"function_call"}
-
-
 def test_a_package_with_other_content_is_refused(inputs: ModuleType, tmp_path: Path) -> None:
     for requirement in inputs.PACKAGES:
         (tmp_path / f"{requirement.partition('==')[0].replace('-', '_')}-1.whl").write_text("something else")

@@ -24,7 +24,6 @@ from tunebook.cli.options import (
     RecipesDir,
     RunFolder,
     Words,
-    complete_recipe,
     make_console,
 )
 from tunebook.cli.records import records_app
@@ -60,7 +59,7 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
 
     Raises: RequestError for an unknown key, with the nearest, and for a key that is set twice.
     """
-    given: dict[str, str] = {}
+    typed: dict[str, str] = {}
     for word in words or []:
         key, has_value, value = word.partition("=")
         if not has_value:
@@ -70,19 +69,19 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
                 f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
                 problem_id="unknown-key",
             )
-        if key in given:
+        if key in typed:
             raise RequestError(
-                f"'{word}' sets {key} once more, after {key}={given[key]}; type one of them", problem_id="setting-twice"
+                f"'{word}' sets {key} once more, after {key}={typed[key]}; type one of them", problem_id="setting-twice"
             )
-        given[key] = value
-    return given
+        typed[key] = value
+    return typed
 
 
-def task_names(given: dict[str, str]) -> list[str] | None:
+def task_names(typed: dict[str, str]) -> list[str] | None:
     """The tasks of `tasks=a,b`, also in brackets; None if it was not typed."""
-    if "tasks" not in given:
+    if "tasks" not in typed:
         return None
-    return [name.strip() for name in given["tasks"].strip("[]").split(",") if name.strip()]
+    return [name.strip() for name in typed["tasks"].strip("[]").split(",") if name.strip()]
 
 
 @app.command()
@@ -117,7 +116,6 @@ def plan(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
     ] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Print every choice, also those as asked.")] = False,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
@@ -134,8 +132,8 @@ def plan(
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
-    given = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure, "--all": show_all}
-    options = [option for option, is_given in (given | {"--longest": longest}).items() if is_given]
+    typed = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure}
+    options = [option for option, is_typed in (typed | {"--longest": longest}).items() if is_typed]
     if len(options) > 1 and (compare or as_yaml):
         raise RequestError(f"{' and '.join(options)} print different things; type one of them", problem_id="plan-form")
     if compare:
@@ -149,7 +147,6 @@ def plan(
         make_console(),
         as_json=as_json,
         as_yaml=as_yaml,
-        is_complete=show_all,
         is_measured=measure,
         is_longest=longest,
     )
@@ -173,14 +170,13 @@ def doctor(
 def data(
     words: Words = None,
     samples: Annotated[int, typer.Option("--samples", min=0, help="How many documents to show.")] = 3,
-    page: Annotated[Path | None, typer.Option("--page", help="Write it as an HTML page to this file, too.")] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
     from tunebook.commands.data import show_data
 
     recipe, overrides = split(words)
-    show_data(recipe, overrides, recipes_dir or [], samples, page, make_console())
+    show_data(recipe, overrides, recipes_dir or [], samples, make_console())
 
 
 @app.command(name="eval")
@@ -220,12 +216,12 @@ def evaluate(
     from tunebook.evaluate.command import EvaluationRequest, evaluate_command
 
     code_words = [word for word in words or [] if word.startswith("evaluation.code.")]
-    given = settings([word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks"))
+    typed = settings([word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks"))
     request = EvaluationRequest(
-        run=given.get("run"),
-        model=given.get("model"),
-        suite=given.get("suite"),
-        tasks=task_names(given),
+        run=typed.get("run"),
+        model=typed.get("model"),
+        suite=typed.get("suite"),
+        tasks=task_names(typed),
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
@@ -245,7 +241,6 @@ def fetch(
         typer.Argument(
             metavar="[RECIPE] [KEY=VALUE]... [suite=NAME | tasks=a,b]",
             help="A recipe: its model, data and tasks. A suite or tasks: what they need.",
-            autocompletion=complete_recipe,
         ),
     ] = None,
     recipes_dir: RecipesDir = None,
@@ -255,10 +250,10 @@ def fetch(
 
     keys = ("suite", "tasks")
     own = [word for word in words or [] if word.partition("=")[0] in keys]
-    given = settings(own, keys)
+    typed = settings(own, keys)
     recipe, overrides = split([word for word in words or [] if word not in own])
     fetch_command(
-        recipe, overrides, recipes_dir or [], make_console(), suite=given.get("suite"), tasks=task_names(given)
+        recipe, overrides, recipes_dir or [], make_console(), suite=typed.get("suite"), tasks=task_names(typed)
     )
 
 
@@ -288,10 +283,10 @@ def chat(
     from tunebook.record.run_folder import LATEST
     from tunebook.train.image import refuse_wrong_image
 
-    given = settings(words, ("run", "model"))
-    if len(given) == 2:
+    typed = settings(words, ("run", "model"))
+    if len(typed) == 2:
         raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
-    target = next(iter(given.values()), LATEST)
+    target = next(iter(typed.values()), LATEST)
     refuse_wrong_image()
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     chat_command(target, outputs, prompt=prompt, system=system, sampling=sampling)

@@ -8,28 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tunebook.config.book import find_recipes
-from tunebook.errors import TunebookError
-
-
-def complete_recipe(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The recipes that a shell completes a word to: none after the first word, and none where they cannot be read.
-
-    It runs at every press of the key, so it reads names of files only: no YAML, no Hydra.
-    """
-    if ctx.params.get("words"):  # what follows the recipe is KEY=VALUE
-        return []
-    try:
-        return [name for name in find_recipes(ctx.params.get("recipes_dir") or []) if name.startswith(incomplete)]
-    except TunebookError:  # a shell has no place for a message; the command itself prints it
-        return []
-
-
 Words = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.", autocompletion=complete_recipe
-    ),
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides."),
 ]
 RecipesDir = Annotated[
     list[Path] | None,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from tunebook.cli.options import Outputs, RecipesDir, complete_recipe, make_console
+from tunebook.cli.options import Outputs, RecipesDir, make_console
 from tunebook.terminal import outlive_readers, print_text
 
 records_app = typer.Typer()
@@ -149,27 +148,13 @@ def init(
         typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
     ] = None,
     parallelism: Annotated[str | None, typer.Option("--parallelism", help="If unset, the base's, or auto.")] = None,
-    base: Annotated[
-        str | None,
-        typer.Option("--base", metavar="RECIPE", help="Build on this recipe.", autocompletion=complete_recipe),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recipe of that name.")] = False,
+    base: Annotated[str | None, typer.Option("--base", metavar="RECIPE", help="Build on this recipe.")] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""
+    """Write a recipe of your own, from --model and --data or from --base, to --recipes-dir or my_recipes."""
     from tunebook.commands.init import init_command
 
-    init_command(
-        name,
-        recipes_dir or [],
-        make_console(),
-        model=model,
-        data=data,
-        parallelism=parallelism,
-        base=base,
-        overwrite=overwrite,
-        is_terminal=sys.stdin.isatty() and sys.stdout.isatty(),
-    )
+    init_command(name, recipes_dir or [], make_console(), model=model, data=data, parallelism=parallelism, base=base)
 
 
 @records_app.command()

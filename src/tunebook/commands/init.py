@@ -35,14 +35,11 @@ def init_command(
     data: str | None = None,
     parallelism: str | None = None,
     base: str | None = None,
-    overwrite: bool = False,
-    is_terminal: bool = False,
 ) -> Path:
     """Write the recipe `name` and print the commands to continue with; return the file.
 
-    It is written to the first folder of `recipes_dirs`, else of TUNEBOOK_RECIPES, else to `my_recipes`. With
-    `is_terminal` a missing model and data set are asked for. Raises: RequestError, DataError for files that hold no
-    documents; then no recipe is written.
+    It is written to the first folder of `recipes_dirs`, else of TUNEBOOK_RECIPES, else to `my_recipes`.
+    Raises: RequestError, DataError for files that hold no documents; then no recipe is written.
     """
     folder = next(iter(users_folders(recipes_dirs)), DEFAULT_FOLDER)
     file = folder.expanduser() / f"{name}.yaml"
@@ -51,13 +48,8 @@ def init_command(
             f"'{name}' is no name of a recipe: type letters, digits, _ and -; --recipes-dir names the folder",
             problem_id="recipe-name-form",
         )
-    if file.exists() and not overwrite:
-        raise RequestError(
-            f"{file} exists already; type another name, or --overwrite to replace it", problem_id="recipe-exists"
-        )
-    if base is None and is_terminal:
-        model = model or console.input(f"Model ({_MODEL}, or one of the book's): ", markup=False).strip()
-        data = data or console.input(f"Data ({_DATA}, or one of the book's): ", markup=False).strip()
+    if file.exists():
+        raise RequestError(f"{file} exists already; type another name, or remove it", problem_id="recipe-exists")
     if base is None and not (model and data):
         raise RequestError(
             "a recipe without a base needs --model ORGANIZATION/NAME and --data 'chats/*.jsonl'; or type --base RECIPE "
@@ -65,7 +57,13 @@ def init_command(
             problem_id="init-incomplete",
         )
     text = recipe_text(name, model=model, data=data, parallelism=parallelism, base=base)
-    _write_composed(file, text, [folder, *recipes_dirs[1:]])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(file, text)
+    try:
+        compose(name, [], [folder, *recipes_dirs[1:]])
+    except TunebookError:
+        file.unlink()
+        raise
     print_text(f"written: {file}\nNext:", console)
     for command, options in (("data", []), ("plan", []), ("train", ["--dry-run"]), ("train", [])):
         print_text(f"  {shell_command([*command_words(command, name, [], [folder]), *options])}", console)
@@ -125,18 +123,3 @@ def data_choice(text: str) -> tuple[str, dict[str, str]]:
         f"{', '.join(known)}",
         problem_id="init-data",
     )
-
-
-def _write_composed(file: Path, text: str, recipes_dirs: list[Path]) -> None:
-    """Write a recipe; if it does not compose, put back what was there. Raises: RequestError."""
-    before = file.read_text(encoding="utf-8") if file.exists() else None
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(file, text)
-    try:
-        compose(file.stem, [], recipes_dirs)
-    except TunebookError:
-        if before is None:
-            file.unlink()
-        else:
-            atomic_write_text(file, before)
-        raise

@@ -6,7 +6,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -33,17 +32,16 @@ def plan_command(
     folder: Path | None = None,
     as_json: bool = False,
     as_yaml: bool = False,
-    is_complete: bool = False,
     is_measured: bool = False,
     is_longest: bool = False,
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
-    `is_complete`: print every choice. With `is_measured`, two steps are trained first unless they are cached. JSON is
-    always printed; it includes the problems. With `as_yaml` only the resolved configuration is printed, and warnings go
-    to standard error. With `is_longest` the longest row that fits is printed instead of the plan, and added to the
-    JSON. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
-    DoesNotFitError for a plan that cannot fit, DataError for missing files.
+    With `is_measured`, two steps are trained first unless they are cached. JSON is always printed; it includes the
+    problems. With `as_yaml` only the resolved configuration is printed, and warnings go to standard error. With
+    `is_longest` the longest row that fits is printed instead of the plan, and added to the JSON. Otherwise raises:
+    RequestError or RulesError for a wrong request, and after printing DoesNotFitError for a plan that cannot fit,
+    DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:
@@ -55,7 +53,12 @@ def plan_command(
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
     suggested = suggest(draft) if is_in_doubt and not as_yaml else []
     if as_json:
-        content = draft_json(draft) | {"would_fit": [_suggestion_json(each) for each in suggested if each.fits]}
+        content = draft_json(draft)
+        content["would_fit"] = [
+            {"overrides": suggestion.overrides, "total_gib": round(suggestion.total_gib, 3)}
+            for suggestion in suggested
+            if suggestion.fits
+        ]
         if is_longest:
             longest = longest_row(draft) if draft.memory is not None else None
             content["longest"] = None if longest is None else asdict(longest)
@@ -68,7 +71,7 @@ def plan_command(
         show_warnings(draft.problems, Console(stderr=True, soft_wrap=True))
         return _end(draft)
     assert draft.memory is not None and draft.host is not None and draft.time is not None
-    show_decisions(draft, console, is_complete=is_complete)
+    show_decisions(draft, console)
     show_job(draft, console, folder or Path(draft.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
     if draft.missing_data is not None:
         console.print("note: planned without the data, which is missing")
@@ -112,20 +115,16 @@ def _show_longest(row: LongestRow | None, draft: Draft, console: Console) -> Non
         print_text("Longest row: not known; the model's size or hardware.memory_gib is unknown", console)
         return
     shared = f" shared by {group} GPUs" if group > 1 else ""
-    found = f"{row.tokens:,} tokens" if row.tokens else "none fits"
+    length = f"{row.tokens:,} tokens" if row.tokens else "none fits"
     end = ", all positions of the model" if row.has_all_positions else ""
     title = f"Longest row{shared} (estimated, one document in each row, {hardware.memory_gib:g} GiB a GPU)"
-    print_lines([f"{title}: {found}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
-
-
-def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
-    return {"overrides": suggestion.overrides, "total_gib": round(suggestion.total_gib, 3)}
+    print_lines([f"{title}: {length}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
 
 
 def _show_suggestions(suggested: list[Suggestion], console: Console) -> None:
-    if any(each.fits for each in suggested):
+    if any(suggestion.fits for suggestion in suggested):
         print_text("What would fit, by estimate, to be typed after the recipe:", console)
     elif suggested:
         print_text("Nothing that was tried fits for certain; the least memory takes:", console)
-    for each in suggested:
-        print_text(f"  {' '.join(each.overrides)}   ({each.total_gib:.1f} GiB)", console)
+    for suggestion in suggested:
+        print_text(f"  {' '.join(suggestion.overrides)}   ({suggestion.total_gib:.1f} GiB)", console)

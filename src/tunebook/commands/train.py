@@ -18,7 +18,7 @@ from tunebook.commands.attempt import Attempt
 from tunebook.commands.preflight import require_runnable
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
-from tunebook.config.override_text import command_words, shell_command
+from tunebook.config.override_text import command_words
 from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
@@ -61,10 +61,9 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
     return draft
 
 
-def show_decisions(job: Draft, console: Console, *, is_complete: bool = False) -> None:
-    """Print the choices, all or those that `auto` made, and the warnings."""
-    words = [*command_words("plan", job.recipe, job.overrides, job.recipes_dirs), "--all"]
-    show_choices(job.resolved.choices, console, None if is_complete else shell_command(words))
+def show_decisions(job: Draft, console: Console) -> None:
+    """Print the choices that `auto` made, and the warnings."""
+    show_choices(job.resolved.choices, console)
     show_warnings(job.problems, console)
 
 
@@ -101,14 +100,21 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     show_summary(prepared, console)
     plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
     print_lines(batch_lines(plan), console)
-    found = folder or unfinished_run(config, lambda text: print_text(text, console))
-    is_done = found is not None and is_trained(found, config)
+    resumed = folder or unfinished_run(config, lambda text: print_text(text, console))
+    is_done = resumed is not None and is_trained(resumed, config)
     identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
-    checkpoint = None if is_done else expected_checkpoint(config, found, identity)
-    folder = _make_folder(config, found)
+    checkpoint = None if is_done else expected_checkpoint(config, resumed, identity)
+    if resumed is None:
+        folder = create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
+    else:
+        refuse_if_queued(resumed)
+        folder = make_run_folder(resumed)
     with working_in(folder) as lock:
         set_up_folder(job, plan, prepared, folder)
-        print_text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}", console)
+        note = f", resuming from {checkpoint}" if checkpoint is not None else ""
+        if is_done:
+            note = ", already trained: resuming with its evaluation"
+        print_text(f"run folder: {folder}{note}", console)
         clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
             attempt = Attempt(config=config, folder=folder, lock=lock, console=console, clock=clock)
@@ -125,20 +131,6 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
 
     with preparing(console) as progress:
         return prepare(config, progress)
-
-
-def _make_folder(config: RunConfig, found: Path | None) -> Path:
-    """Return the named folder or the folder of the run to resume; otherwise a new one."""
-    if found is None:
-        return create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
-    refuse_if_queued(found)
-    return make_run_folder(found)
-
-
-def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
-    if is_trained(folder, config):
-        return ", already trained: resuming with its evaluation"
-    return f", resuming from {checkpoint}" if checkpoint is not None else ""
 
 
 def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:

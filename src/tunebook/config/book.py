@@ -123,16 +123,16 @@ def find_recipes(named: list[Path]) -> dict[str, Path]:
 
     Raises: RequestError when two folders hold a recipe of the same name, since one would hide the other.
     """
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for folder in dict.fromkeys(recipe_folders(named)):
         for file in sorted(folder.glob("*.yaml")):
-            if file.stem in found:
+            if file.stem in recipes:
                 raise RequestError(
-                    f"two recipes are called '{file.stem}': {found[file.stem]} and {file}; rename one",
+                    f"two recipes are called '{file.stem}': {recipes[file.stem]} and {file}; rename one",
                     problem_id="recipe-name-taken",
                 )
-            found[file.stem] = file
-    return dict(sorted(found.items()))
+            recipes[file.stem] = file
+    return dict(sorted(recipes.items()))
 
 
 def recipe_file(name: str, named: list[Path]) -> Path:

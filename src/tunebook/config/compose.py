@@ -22,11 +22,11 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from tunebook.config.book import book_root
 from tunebook.config.foreign import instead_of
 from tunebook.config.identity import flat
-from tunebook.config.interpolation import guard_resolvers
 from tunebook.config.keys import ABSENT, texts_of, value_at
 from tunebook.config.messages import Layer, all_of, unknown_choice, wrong_value
 from tunebook.config.override_text import quoted, typed
@@ -193,3 +193,20 @@ def _typed(tree: DictConfig, layers: list[Layer]) -> RunConfig:
             problem_id="secret-in-configuration",
         )
     return config
+
+
+def guard_resolvers() -> None:
+    """Restrict interpolations to other keys and to variables of the environment that are not secret by their names.
+
+    Others may have written a recipe, and what it reads is written to run.yaml and the report. The name of a variable
+    may be the result of another interpolation, so the check is in the resolver. Hydra registers its own resolvers, such
+    as the clock, with every composition.
+    """
+    OmegaConf.clear_resolvers()
+    OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
+
+
+def _read_variable(name: str, *default: Any) -> str | None:
+    if is_secret_name(name):
+        raise ValueError(f"a configuration may not read {name}; tokens are read where they are needed")
+    return oc.env(name, *default)

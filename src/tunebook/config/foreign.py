@@ -27,8 +27,8 @@ def instead_of(name: str, value: str | None = None) -> str:
     """
     parts = name.lower().split(".")
     for suffix in (".".join(parts[start:]) for start in range(len(parts))):
-        if found := names().get(f"{suffix}={value}".lower()) or names().get(suffix):
-            overrides, has_remark, remark = found.partition("(")
+        if entry := names().get(f"{suffix}={value}".lower()) or names().get(suffix):
+            overrides, has_remark, remark = entry.partition("(")
             typed = overrides.split()
             words = [shlex.quote(word.replace("{value}", (value or "VALUE").strip("[]"))) for word in typed]
             return f"{'; type ' if words else ''}{' '.join(words)} {has_remark}{remark}".rstrip()

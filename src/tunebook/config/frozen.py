@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -22,7 +23,6 @@ from yaml import YAMLError
 from tunebook.config.book import PlacedPath, is_relative, is_task_file, placed, problems_of
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.identity import plain
-from tunebook.config.interpolation import escaped, to_object
 from tunebook.config.model_facts import ARCHITECTURE_FILE, layers_from_json
 from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
 from tunebook.config.unsafe_text import shown
@@ -94,7 +94,19 @@ def _parse(text: str) -> tuple[RunConfig, str]:
     config = OmegaConf.structured(RunConfig)
     config.parallelism = CHOICE_SCHEMAS["parallelism"][content["parallelism"]["strategy"]]
     config.launcher = CHOICE_SCHEMAS["launcher"][content["launcher"]["name"]]
-    return to_object(OmegaConf.merge(config, escaped(content))), folder
+    tree: Any = OmegaConf.merge(config, _escaped(content))
+    return cast(RunConfig, OmegaConf.to_object(tree)), folder
+
+
+def _escaped(value: Any) -> Any:
+    """Plain values escaped so that OmegaConf reads no `${` in them as an interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: f"{2 * match[1]}\\${{", value)
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    return value
 
 
 def typed_in(config: RunConfig) -> Path:
@@ -126,7 +138,7 @@ def _path_settings(config: RunConfig) -> Iterator[tuple[Any, str]]:
         yield from ((source, key) for key in ("path", "name"))
 
 
-def plain_config(**given: Any) -> RunConfig:
+def plain_config(**given_sections: Any) -> RunConfig:
     """A `RunConfig` of the given fields without Hydra; other sections have the schema's defaults, for one process.
 
     Nothing is resolved or checked, and there is nothing to train: no task, no learning rate, rows of no tokens.
@@ -142,4 +154,4 @@ def plain_config(**given: Any) -> RunConfig:
         "training": {"max_length": 0},
     }
     sections: dict[str, Any] = {name: schema(**required.get(name, {})) for name, schema in schemas.items()}
-    return RunConfig(**sections | given)
+    return RunConfig(**sections | given_sections)

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from tunebook.config.keys import ABSENT, PART, Setting, all_keys, settings_of
-from tunebook.config.schema import RunConfig, describes_claim, is_identity
+from tunebook.config.schema import RunConfig
 from tunebook.files import sha256_text
 
 
@@ -26,15 +26,21 @@ def config_hash(config: RunConfig) -> str:
 
 def result_settings(config: RunConfig) -> dict[str, Any]:
     """Every setting that changes the result, as plain JSON values by section."""
-    settings: dict[str, Any] = plain(config, is_identity)
+    settings: dict[str, Any] = plain(config, _changes_result)
     return settings
 
 
 def comparable_config(config: RunConfig) -> dict[str, Any]:
     """The settings that two runs of one claim share: all that change losses, speed or memory, except the machine."""
-    kept: dict[str, Any] = plain(config, describes_claim)
+    kept: dict[str, Any] = plain(
+        config, lambda setting: _changes_result(setting) or bool(setting.metadata.get("evidence"))
+    )
     del kept["hardware"]
     return kept
+
+
+def _changes_result(setting: Setting) -> bool:
+    return bool(setting.metadata.get("identity", True))
 
 
 def plain(value: Any, is_kept: Callable[[Setting], bool] = lambda setting: True) -> Any:

@@ -29,10 +29,10 @@ def _keys(schema: Any, above: str) -> Iterator[tuple[str, Setting]]:
         yield key, setting
         below = f"{key}.{PART}." if typing.get_origin(hint) is dict else f"{key}."
         # `int | None` and `dict[str, int]` have their types as arguments.
-        for kind in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(kind):
-                for each in (kind, *CHOICE_SCHEMAS.get(key, {}).values()):
-                    yield from _keys(each, below)
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part):
+                for section in (part, *CHOICE_SCHEMAS.get(key, {}).values()):
+                    yield from _keys(section, below)
 
 
 def settings_of(schema: Any) -> list[Setting]:

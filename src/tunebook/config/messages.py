@@ -43,16 +43,16 @@ def unknown_choice(group: str, choice: str, place: str) -> RequestError:
 
 def wrong_value(error: Exception, layer: Layer, groups: dict[str, str]) -> RequestError:
     """The error for a key or a value of a layer that the schema refuses."""
-    key, said = str(getattr(error, "full_key", None) or ""), first_line(error)
+    key, text = str(getattr(error, "full_key", None) or ""), first_line(error)
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return _unknown_key(key, getattr(error, "object_type", None), layer, groups)
-    if found := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", said):
-        said += f".{did_you_mean(found[1], found[2].split(', '))}"
-    elif found := re.search(r"Interpolation key '(.*)' not found", said):
-        said += f".{did_you_mean(found[1], all_keys())}"
-    elif "not a ListConfig" in said:
-        said += " A list is typed [a,b]."
-    return RequestError(f"{layer.place}: {f'{key}: ' if key else ''}{said}", problem_id="wrong-type")
+    if match := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
+        text += f".{did_you_mean(match[1], match[2].split(', '))}"
+    elif match := re.search(r"Interpolation key '(.*)' not found", text):
+        text += f".{did_you_mean(match[1], all_keys())}"
+    elif "not a ListConfig" in text:
+        text += " A list is typed [a,b]."
+    return RequestError(f"{layer.place}: {f'{key}: ' if key else ''}{text}", problem_id="wrong-type")
 
 
 def _unknown_key(key: str, owner: Any, layer: Layer, groups: dict[str, str]) -> RequestError:

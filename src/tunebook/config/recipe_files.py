@@ -35,12 +35,12 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
 
     Raises: RequestError for an unknown recipe, broken YAML, or a circle of parents.
     """
-    found: dict[str, RecipeFile] = {}
-    _load(name, recipes_dirs, (), found)
-    return list(found.values())
+    loaded: dict[str, RecipeFile] = {}
+    _load(name, recipes_dirs, (), loaded)
+    return list(loaded.values())
 
 
-def _load(name: str, recipes_dirs: list[Path], above: tuple[str, ...], found: dict[str, RecipeFile]) -> None:
+def _load(name: str, recipes_dirs: list[Path], above: tuple[str, ...], loaded: dict[str, RecipeFile]) -> None:
     if name in above:
         raise RequestError(
             f"recipe '{name}' builds on itself: {' -> '.join((*above, name))}; remove one of these from the defaults "
@@ -49,9 +49,9 @@ def _load(name: str, recipes_dirs: list[Path], above: tuple[str, ...], found: di
         )
     recipe = _read(recipe_file(name, recipes_dirs))
     for parent in recipe.parents:
-        if parent not in found:
-            _load(parent, recipes_dirs, (*above, name), found)
-    found[name] = recipe
+        if parent not in loaded:
+            _load(parent, recipes_dirs, (*above, name), loaded)
+    loaded[name] = recipe
 
 
 def _read(file: Path) -> RecipeFile:

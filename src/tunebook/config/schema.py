@@ -8,7 +8,7 @@ of a run says so in its metadata: `config.identity` leaves it out of the run's h
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
@@ -50,16 +50,6 @@ _SAME_RESULT = {"identity": False}
 _SAME_LOSS = {"identity": False, "evidence": True}  # how a loss is computed: changes speed and memory
 
 
-def is_identity(setting: Field[Any]) -> bool:
-    """True if a different value of the field makes a different run."""
-    return bool(setting.metadata.get("identity", True))
-
-
-def describes_claim(setting: Field[Any]) -> bool:
-    """True if a different value of the field changes a run's losses, speed or memory."""
-    return is_identity(setting) or bool(setting.metadata.get("evidence", False))
-
-
 @dataclass(kw_only=True)
 class ModelConfig:
     """Which model, tokenizer and chat template. Exactly one of `name` and `path`."""
@@ -72,17 +62,15 @@ class ModelConfig:
     # A Jinja file, `training` (TRL's version of the tokenizer's own that keeps every turn as it was and marks answers)
     # or `trl:NAME` for one of TRL's; null takes the tokenizer's own
     chat_template: str | None = None
-    # What a chat template that writes today's date writes: YYYY-MM-DD, the same on every day so that runs can be
-    # repeated; the default is the date that Llama 3's own template falls back to
+    # The date for templates that write today's, YYYY-MM-DD, so that runs can be repeated; Llama 3's own default
     template_date: str = "2024-07-26"
     pad_token: str | None = None  # null takes the tokenizer's own
     eos_token: str | None = None  # null takes the tokenizer's own
     trust_remote_code: bool = False  # runs code from the model's repository
     liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
-    # torch.compile of each transformer block, for 8 s at the start (Qwen2.5-3B, H200); null: where it was seen working
+    # torch.compile of each transformer block; null: where it was seen working
     compile_layers: bool | None = None
-    # The output head's gradients worked out with its logits, which are not computed once more in the backward pass, in
-    # tiles of the whole vocabulary (1.2 GiB for 4,096 tokens and 151,936 words); null: where it was seen working
+    # Compute the output head's gradients together with its logits, in tiles of tokens; null: where it was seen working
     one_pass_head: bool | None = field(default=None, metadata=_SAME_LOSS)
     # Rotary positions stretched this many times by YaRN, for documents longer than the model has positions for
     yarn_factor: float | None = number(None, above=1, at_most=1024)  # null: positions as they are published
@@ -198,8 +186,8 @@ class ZeroConfig(ParallelismConfig):
     param_persistence_threshold: int | None = number(None, at_least=0)
     sub_group_size: int | None = number(None, at_least=1)  # zero3: elements the optimizer updates at once
     gather_weights_on_save: bool = True  # zero3: save one whole model, not only shards
-    # bf16 only. autocast: as single and ddp compute. cast, DeepSpeed's own way, was 13% faster and took a third less
-    # memory (ZeRO-2, 4 H200), but starts from rounded weights and then loses updates smaller than the rounding
+    # bf16 only. autocast: as single and ddp compute. cast, DeepSpeed's own way, is faster and takes less memory, but
+    # starts from rounded weights and loses updates smaller than the rounding
     mixed_precision: MixedPrecision = MixedPrecision.autocast
 
 
@@ -213,8 +201,7 @@ class FsdpConfig(ParallelismConfig):
     state_dict: StateDict = StateDict.sharded  # of checkpoints; the final model is always whole
     # hsdp: GPUs that hold one whole model together; null: those of one node
     shard_group_size: int | None = number(None, at_least=1)
-    # bf16 only. autocast: the sums between the layers stay in fp32, as in single and ddp. cast: all inside the model is
-    # bf16, for 5% less memory at the same speed (4 H200)
+    # bf16 only. autocast: sums between layers stay in fp32, as in single and ddp. cast: all is bf16, for less memory
     mixed_precision: MixedPrecision = MixedPrecision.autocast
 
 
@@ -235,8 +222,7 @@ class HardwareConfig:
     num_nodes: int = number(1, at_least=1, at_most=100_000)
     # Null: all that are found, one for parallelism=single
     gpus_per_node: int | None = number(None, at_least=1, at_most=1024)
-    # Of one GPU; null: as found, or the generation's usual size. No loss depends on a size of memory; the settings that
-    # follow from it are in the run's identity themselves
+    # Of one GPU; null: as found, or the generation's usual size
     memory_gib: float | None = number(None, above=0, metadata=_SAME_RESULT)
     # Of one node; null: this machine's where the ranks start here, else not known
     host_memory_gib: float | None = number(None, above=0, metadata=_SAME_RESULT)
@@ -267,8 +253,7 @@ class PackingConfig:
 
     mode: PackingMode = PackingMode.auto
     row_length: int | None = number(None, at_least=2)  # tokens; null: training.max_length
-    # Deal a step's rows so that each GPU has as much attention to compute in the step, which grows with the squares of
-    # the documents' lengths. Helps where GPUs wait for each other once a step (DDP, ZeRO-1). The step has the same rows
+    # Give each GPU rows with equal attention work in a step. Helps where GPUs wait once a step (DDP, ZeRO-1)
     balance_attention: bool = field(default=False, metadata=_SAME_LOSS)
 
 
@@ -280,8 +265,8 @@ class ActivationConfig:
     # only what costs little (selective), or nothing (disabled).
     checkpointing: Checkpointing = Checkpointing.auto
     offload: bool = False  # keep activations in host memory
-    # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise. MLPs are
-    # then computed once more in the backward pass. null: all tokens of a pass at once
+    # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise, and once
+    # more in the backward pass; null: all tokens of a pass at once
     mlp_tile_tokens: int | None = number(None, at_least=1, metadata=_SAME_LOSS)
 
 

@@ -42,11 +42,11 @@ def _is_control(sign: str) -> bool:
     return unicodedata.category(sign) in _CATEGORIES or sign in _DIRECTIONS
 
 
-def require_printable(what: str, text: str | Path) -> None:
-    """Refuse a text with a control character in it; `what` is its key or option. Raises: RequestError."""
+def require_printable(key: str, text: str | Path) -> None:
+    """Refuse a text with a control character in it; `key` is its key or option. Raises: RequestError."""
     if shown(str(text)) != str(text):
         raise RequestError(
-            f"{what}={shown(str(text))} holds a control character, which could begin another line of a script, and a "
+            f"{key}={shown(str(text))} holds a control character, which could begin another line of a script, and a "
             "command with it; type it without",
             problem_id="control-characters",
         )

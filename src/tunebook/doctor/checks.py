@@ -175,14 +175,14 @@ def check_disks(outputs: Path) -> Iterator[Finding]:
         "TUNEBOOK_CACHE=FOLDER": cache_root(),
     }
     for setting, folder in folders.items():
-        there = existing(folder)
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            fix = f"sudo chown $(id -u) {there}, or another folder: {setting}"
+        parent = existing(folder)
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            fix = f"sudo chown $(id -u) {parent}, or another folder: {setting}"
             yield Finding(id="folder-not-writable", what=f"{folder} cannot be written to", fix=fix, is_error=True)
             continue
-        free = shutil.disk_usage(there).free
-        more = None if free >= _ENOUGH_DISK else f"free some space, or take another disk: {setting}"
-        yield Finding(id="disk-space", what=f"{size_text(free)} free for {folder}", fix=more)
+        free = shutil.disk_usage(parent).free
+        advice = None if free >= _ENOUGH_DISK else f"free some space, or take another disk: {setting}"
+        yield Finding(id="disk-space", what=f"{size_text(free)} free for {folder}", fix=advice)
 
 
 def _program(*arguments: str) -> list[str]:

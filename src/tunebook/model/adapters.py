@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, PeftMethod
+from tunebook.config.model_facts import is_in_modules, modules_pattern, unreached_of
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.config.unreached import expression, is_in, unreached_of
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import EMBEDDINGS, adapts_parameters, last_name
@@ -43,7 +43,7 @@ def adapter_config(
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
         target_parameters=list(settings.target_parameters) or None,
-        exclude_modules=expression(unreached) if unreached else None,
+        exclude_modules=modules_pattern(unreached) if unreached else None,
         modules_to_save=list(settings.modules_to_save) or None,
         use_rslora=settings.use_rslora,
         rank_pattern=dict(settings.rank_pattern),
@@ -114,7 +114,7 @@ def freeze_unreached(config: RunConfig, model: Any) -> None:
     """
     unreached = unreached_of(config.model.facts)
     for name, parameter in model.named_parameters():
-        if is_in(unreached, name):
+        if is_in_modules(unreached, name):
             parameter.requires_grad_(False)
 
 

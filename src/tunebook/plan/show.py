@@ -11,29 +11,26 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.override_text import as_typed
-from tunebook.config.unsafe_text import shown
 from tunebook.data.batch import BatchPlan
 from tunebook.errors import Problem
 from tunebook.plan.auto.decisions import AS_ASKED, Choice
 from tunebook.plan.memory.verdict import MemoryPlan
 from tunebook.plan.speed import TimePlan
-from tunebook.terminal import print_lines, print_text
+from tunebook.terminal import print_lines
 
 _WIDTH_WITHOUT_TERMINAL = 100  # columns, as in a log
 
 
-def show_choices(choices: list[Choice], console: Console, command: str | None) -> None:
-    """Print the choices of `auto` with their reasons; `command` prints all. None: all are printed."""
-    listed = [choice for choice in choices if command is None or choice.why != AS_ASKED]
+def show_choices(choices: list[Choice], console: Console) -> None:
+    """Print the choices that `auto` made, with their reasons."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("key", "value", "why"):
         table.add_column(name, overflow="fold")
-    for choice in listed:
-        table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
-    console.print(Text("Choices" if command is None else "Choices made by auto", style="italic"))
+    for choice in choices:
+        if choice.why != AS_ASKED:
+            table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
+    console.print(Text("Choices made by auto", style="italic"))
     console.print(table, width=console.width if console.is_terminal else _WIDTH_WITHOUT_TERMINAL)
-    if len(listed) < len(choices):  # on one line, so that the command can be copied
-        print_text(shown(f"{len(choices) - len(listed)} more as asked: {command}"), console)
 
 
 def show_warnings(warnings: list[Problem], console: Console) -> None:

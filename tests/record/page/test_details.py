@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from jinja2 import Environment, FileSystemLoader
 
 from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
-from tunebook.record.page.numbers import MINUS
+from tunebook.record.page.numbers import MINUS, format_count
 from tunebook.record.page.overview import summarize
-from tunebook.record.report import render_page
+from tunebook.record.report import TEMPLATES
 from tunebook.record.run_record import RunRecord, read_run
 
 START_UP = {
@@ -126,9 +126,10 @@ def test_flattening_shows_every_value() -> None:
 
 def test_bars_are_as_tall_as_their_counts() -> None:
     for counts, expected in (([50, 100, 0], [47, 94, 0]), ([0, 0, 0], [0, 0, 0])):
-        parts = {"train": {"lengths": {"edges": [0, 10, 20, 30], "counts": counts}}}
-        page = render_page("data.html.jinja", title="x", sources=[], warnings=[], notes=[], samples=[], parts=parts)
-        svg = ElementTree.fromstring(re.search(r'<svg class="chart".*?</svg>', page, re.DOTALL)[0])
+        environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True)
+        environment.filters["count"] = format_count
+        histogram = environment.get_template("parts.html.jinja").module.histogram
+        svg = ElementTree.fromstring(histogram([0, 10, 20, 30], counts))
         assert [float(bar.get("height")) for bar in svg.iter("rect")] == expected
         assert [title.text for title in svg.iter("title")][1] == f"10 to 20 tokens: {counts[1]} documents"
         texts = [text.text for text in svg.iter("text")]

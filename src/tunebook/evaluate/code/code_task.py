@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunebook.config.interpolation import to_object
+from tunebook.config.compose import guard_resolvers
 from tunebook.config.ranges import demand as demand_of
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, first_line
@@ -150,7 +150,8 @@ def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> E
     """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
     words = OmegaConf.from_dotlist([override.removeprefix(PREFIX) for override in overrides])
     try:
-        code: Any = to_object(OmegaConf.merge(OmegaConf.structured(evaluation.code), words))
+        guard_resolvers()
+        code: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(evaluation.code), words))
     except OmegaConfBaseException as error:
         known = ", ".join(setting.name for setting in fields(CodeConfig))
         raise RequestError(

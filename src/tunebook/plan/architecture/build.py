@@ -20,8 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tunebook.config.choices import Attention
-from tunebook.config.model_facts import LayerFacts, ModelFacts
-from tunebook.config.unreached import outermost_modules
+from tunebook.config.model_facts import LayerFacts, ModelFacts, outermost_modules
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.facts.architectures import CHOSEN_EXPERTS
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITH_SINKS, WITHOUT_KERNEL

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
-from tunebook.config.unreached import is_in
+from tunebook.config.model_facts import is_in_modules
 from tunebook.model.parameters import last_name
 
 # Names of the linear layers of experts and of a router before they were stacked, grouped by their current parameter.
@@ -37,13 +37,13 @@ def adapters_of(model: Any, unreached: Collection[str]) -> dict[str, Any]:
     linear: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         is_adapted = is_linear(module) and module is not head and last_name(name) not in of_experts
-        if is_adapted and not is_in(unreached, name):
+        if is_adapted and not is_in_modules(unreached, name):
             rows, columns = module.weight.shape
             _add(linear, [last_name(name)], (columns, rows) if isinstance(module, nn.Linear) else (rows, columns))
     experts: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         names = next((names for target, names in stacked.items() if name.endswith(f".{target}")), ())
-        if names and not is_in(unreached, name):
+        if names and not is_in_modules(unreached, name):
             rows, columns = parameter.shape[-2:]
             number = parameter.numel() // (rows * columns)
             _add(experts, names, (number * columns, number * rows))

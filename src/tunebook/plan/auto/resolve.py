@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod, Switch
+from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig, starts_elsewhere
-from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
