@@ -8,36 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.checkpoint.retention import (
-    clean_up,
-    remove_checkpoint,
-    remove_old,
-    steps_to_remove,
-)
+from tunebook.checkpoint.save import clean_up, remove_checkpoint, remove_old
 
 MakeCheckpoint = Callable[..., Path]
 
 
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize(
-    ("complete", "newest", "keep", "best", "removed"),
+    ("complete", "newest", "keep", "best", "kept"),
     [
-        ([2], 2, 2, None, []),
-        ([2, 4, 6], 6, 2, None, [2]),
-        ([2, 4, 6, 8], 8, 1, None, [2, 4, 6]),
-        ([2, 4, 6, 8], 8, 2, 2, [4]),  # the newest two, and the best
-        ([2, 4, 6], 6, 1, 6, [2, 4]),
-        ([8, 10, 12, 11], 11, 2, None, [8, 12]),  # the run went back before 12
-        ([8, 10, 12], 10, 0, 12, [8, 12]),
+        ([2, 4, 6], 6, 2, None, [4, 6]),
+        ([2, 4, 6, 8], 8, 2, 2, [2, 6, 8]),  # the newest two, and the best
+        ([8, 10, 11, 12], 11, 2, None, [10, 11]),  # the run went back before 12
+        ([8, 10, 12], 10, 0, 12, [10]),
     ],
 )
 def test_the_newest_and_the_best_stay(
-    complete: list[int], newest: int, keep: int, best: int | None, removed: list[int]
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    complete: list[int],
+    newest: int,
+    keep: int,
+    best: int | None,
+    kept: list[int],
 ) -> None:
-    assert steps_to_remove(complete, newest=newest, keep=keep, best=best) == removed
-
-
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    for step in complete:
+        make_checkpoint(tmp_path, step)
+    remove_old(tmp_path / "checkpoints", newest=newest, keep=keep, best=best)
+    assert sorted(names(tmp_path)) == sorted(f"checkpoint-{step}" for step in kept)
 
 
 def test_only_complete_checkpoints_are_deleted(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tunebook.checkpoint import save
 from tunebook.checkpoint.record import FileEntry, Identity
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.checkpoint.verify import newest_checkpoint, verified_record
-from tunebook.errors import DoesNotFitError, TunebookError
+from tunebook.errors import DoesNotFitError
 
 FILES = {"model.safetensors": b"weights", "global_step4/optim.pt": b"state", "latest": b"global_step4"}
 
@@ -303,46 +303,6 @@ def test_a_disk_that_fills_up_leaves_the_last_one(
         save_step(saver, 4)
     assert names(saver) == ["checkpoint-2"]
     assert not saver.is_pending
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(
-    saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
-    with pytest.raises(TunebookError, match=r"the checkpoint of step 4 cannot be written to .*: Read-only file system"):
-        saver.begin(4)
-
-
-def test_nothing_written_is_no_checkpoint(saver: CheckpointSaver) -> None:
-    saver.begin(4)
-    (saver.unfinished / "checkpoint-4").mkdir()
-    with pytest.raises(TunebookError, match="nothing was written"):
-        finish(saver, 4)
-    assert names(saver) == []
-    saver.begin(4)
-    (saver.unfinished / "checkpoint-4").mkdir()
-    (saver.unfinished / "checkpoint-4" / "link").symlink_to("/etc/hostname")
-    with pytest.raises(TunebookError, match="link in it is a link or no regular file"):
-        finish(saver, 4)
-
-
-def test_a_read_only_folder_is_named_and_what_is_in_it_stays(
-    tmp_path: Path, identity: Identity, small_disk: Callable[[Path, int], Any]
-) -> None:
-    disk = small_disk(tmp_path / "run", 2**20)
-    saver = CheckpointSaver(disk.folder, identity, keep=2)
-    checkpoint = save_step(saver, 4)
-    disk.set_read_only(True)
-    with pytest.raises(
-        TunebookError, match=r"of step 8 cannot be written to .*: Read-only file system.*outputs="
-    ) as raised:
-        saver.begin(8)
-    assert raised.value.problem_id == "checkpoint-not-written"
-    assert newest_checkpoint(disk.folder) == checkpoint
-    assert verified_record(checkpoint).step == 4
-    disk.set_read_only(False)
-    assert save_step(saver, 8) == newest_checkpoint(disk.folder)
-    assert names(saver) == ["checkpoint-4", "checkpoint-8"]
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tunebook.errors import DataError
 
-METADATA_FILE = ".metadata"
 # The classes in DeepSpeed 0.19's states, in addition to tensors and Python's own types.
 _OF_DEEPSPEED = (
     ("deepspeed.utils.tensor_fragment", "fragment_address"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from tunebook.checkpoint.export.write import Written
 from tunebook.config.book import BOOK_PREFIX
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.schema import RunConfig, world_size
@@ -22,7 +23,7 @@ _FINAL = "model"  # the run's folder with the trained model
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOrigin(Origin):
+class ExportOrigin(Origin, Written):
     """Where an exported folder comes from and how it was made: the content of `tunebook.json`."""
 
     source: str  # the folder in the run: `model`, or `checkpoints/checkpoint-<step>`
@@ -31,12 +32,6 @@ class ExportOrigin(Origin):
     base_keywords: dict[str, Any]  # of `from_pretrained`, without which the base of an adapter is not as in training
     is_adapter: bool
     is_merged: bool
-    dtype: str
-    num_parameters: int
-    is_exact: bool  # these four as in `write.Written`
-    difference: float
-    allowed: float
-    logits: str | None
     files_sha256: dict[str, str]
 
 
@@ -60,10 +55,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
         origin_file=ORIGIN_FILE,
         summary=_summary(origin, config, name),
         turns=turns if origin.chat_template_sha256 is not None else None,
-        # The cells of a Markdown table, each on one line.
-        rows=[
-            tuple(" ".join(text.replace("|", "\\|").split()) for text in row) for row in _rows(origin, config, record)
-        ],
+        rows=_rows(origin, config, record),
         evaluations=found,
         tasks={name: task for item in found for name, task in item["tasks"].items()},
         score=lambda task: "-" if task is None else score_in_words(task, as_share=False),
@@ -75,16 +67,14 @@ def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> str:
     base = f"{name} at {config.model.revision}" if config.model.revision else name
     if config.model.weights is Weights.random:
         base = f"the architecture of {name} with random weights"
-    what = "A LoRA adapter for" if origin.is_adapter else "A full model, supervised fine-tuning of"
+    kind = "A LoRA adapter for" if origin.is_adapter else "A full model, supervised fine-tuning of"
     if origin.is_merged:
-        what = "A LoRA adapter, merged into its base model:"
-    sentences = [f"{what} {base}, {origin.num_parameters:,} numbers in {origin.dtype}."]
+        kind = "A LoRA adapter, merged into its base model:"
+    sentences = [f"{kind} {base}, {origin.num_parameters:,} numbers in {origin.dtype}."]
     if origin.base_keywords:
-        stretched = f"Its positions are stretched {config.model.yarn_factor:g} times by YaRN"
-        sentences.append(f"{stretched}{', so load the base as below.' if origin.is_adapter else '.'}")
+        sentences.append(f"The positions of its base are stretched {config.model.yarn_factor:g} times by YaRN.")
     if config.peft.method is PeftMethod.qlora:
-        merged = ", and merged into that base, quantized and back" if origin.is_merged else ""
-        sentences.append(f"The adapter was trained over a base quantized to 4 bits (QLoRA){merged}.")
+        sentences.append("The adapter was trained over a base quantized to 4 bits (QLoRA).")
     return " ".join(sentences)
 
 
@@ -102,22 +92,17 @@ def _rows(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tu
         rows.append((config.peft.method.name, f"rank {config.peft.rank}, alpha {config.peft.alpha:g}"))
     rows.append(("optimizer", f"{optimizer.name.name}, learning rate {optimizer.learning_rate:g}"))
     rows.append(("steps", str(origin.step) if origin.step is not None else "not recorded"))
-    seen = [line for line in (*record.training, *record.validation) if int(line["step"]) <= (origin.step or 0)]
-    for key, name in (("loss", "loss"), ("validation_loss", "validation loss")):
-        if lines := [line for line in seen if line.get(key) is not None]:
-            ends = [f"{line[key]:.4f} at step {line['step']}" for line in (lines[0], lines[-1])]
-            rows.append((name, ", ".join(ends)))
-    code = manifest.get("code") or {}
+    for key in ("loss", "validation_loss"):
+        lines = [line for line in (*record.training, *record.validation) if line.get(key) is not None]
+        seen = [f"{line[key]:.4f} at step {line['step']}" for line in lines if line["step"] <= (origin.step or 0)]
+        if seen:
+            rows.append((key.replace("_", " "), f"{seen[0]}, {seen[-1]}"))
     return [
         *rows,
         ("recipe", origin.recipe or "none"),
         ("run", origin.run),
         ("exported from", f"{origin.source} ({origin.stored_as})"),
-        ("configuration, SHA-256", origin.config_sha256),
-        (
-            "code",
-            f"{code.get('git_commit') or 'not recorded'}{' with changes' if code.get('is_clean') is False else ''}",
-        ),
+        ("code", (manifest.get("code") or {}).get("git_commit") or "not recorded"),
         ("checked", check_text(origin)),
     ]
 
@@ -148,5 +133,4 @@ def check_text(origin: ExportOrigin) -> str:
     return (
         f"loaded again, the logits of {origin.logits} differ from the checkpoint's by {origin.difference:.2g} "
         f"(root mean square, relative); rounding explains {origin.allowed:.2g}"
-        f"{'' if origin.dtype == 'fp32' else '. --dtype fp32 keeps every digit of the training'}"
     )

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tunebook.checkpoint.export.model import in_format
-from tunebook.checkpoint.export.weights import Weights
+from tunebook.checkpoint.export.model import in_format, most_frequent
+from tunebook.checkpoint.export.weights import ADAPTER_WEIGHTS, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.files import flush_folder
@@ -28,7 +29,10 @@ from tunebook.hardware.disk import is_disk_full, no_space, require_space
 from tunebook.model.load import attention_option
 from tunebook.parallel.wrapped import format_name
 
-ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk"
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+_ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk"
 _ROWS, _TOKENS = 2, 24
 _FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5 to 2
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
@@ -66,7 +70,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         flush_folder(folder.parent)
     except Exception as error:
         if is_disk_full(error):
-            raise no_space("the export", folder, ELSEWHERE) from error
+            raise no_space("the export", folder, _ELSEWHERE) from error
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -93,11 +97,27 @@ class Written:
 
 def save_model(model: Any, dtype: torch.dtype, folder: Path) -> torch.Tensor:
     """Write a model in a number format; returns its logits in it. Raises: RequestError for numbers not finite."""
-    require_space(folder, model.num_parameters() * dtype.itemsize, "the export", ELSEWHERE)
+    require_space(folder, model.num_parameters() * dtype.itemsize, "the export", _ELSEWHERE)
     in_format(model, dtype)
     require_finite(dict(model.named_parameters()), dtype)
     model.save_pretrained(str(folder))
     return logits_of(model)
+
+
+def save_adapter(settings: PeftConfig, weights: Weights, dtype: torch.dtype | None, folder: Path) -> Written:
+    """Write an adapter's files, read its weights again and compare them bit for bit. Raises: DifferenceError."""
+    cast = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
+    require_finite(cast, most_frequent(cast))
+    save_file(cast, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    settings.save_pretrained(str(folder))
+    written = load_file(folder / ADAPTER_WEIGHTS)
+    if written.keys() != cast.keys() or not all(torch.equal(written[name], cast[name]) for name in cast):
+        raise differs("its tensors are others")
+    return Written(
+        dtype=format_name(most_frequent(cast)),
+        num_parameters=sum(tensor.numel() for tensor in cast.values()),
+        is_exact=all(torch.equal(tensor.float(), weights[name].float()) for name, tensor in cast.items()),
+    )
 
 
 def require_finite(weights: Weights, dtype: torch.dtype) -> None:
