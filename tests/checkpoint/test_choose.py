@@ -129,6 +129,7 @@ def test_damaged_ones_are_passed_over_and_said(
     assert "it has no complete.json" in said[0]
     assert said[1].endswith("optimizer.pt is missing")
     assert "optimizer.pt is not what was written: its SHA-256 is " in said[2]
+    assert (folder / "damaged-checkpoint-4" / "optimizer.pt").read_bytes() == b"stAte"
 
 
 def test_without_a_sound_one_it_starts_at_the_beginning(

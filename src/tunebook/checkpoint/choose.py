@@ -38,8 +38,16 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
 
     A collective; `report` is called on every rank. Raises: as `expected_checkpoint`.
     """
-    on_first_rank(lambda: clean_up(run / CHECKPOINTS_FOLDER))
-    return _first_sound(config, run, own, _wrong_anywhere, report)
+    checkpoints = run / CHECKPOINTS_FOLDER
+
+    def check(checkpoint: Path, record: CheckpointRecord) -> str | None:
+        why = _wrong_anywhere(checkpoint, record)
+        if why is not None and checkpoint.parent == checkpoints:  # or it would count as one of the newest that stay
+            on_first_rank(lambda: checkpoint.rename(checkpoints / f"damaged-{checkpoint.name}"))
+        return why
+
+    on_first_rank(lambda: clean_up(checkpoints))
+    return _first_sound(config, run, own, check, report)
 
 
 def _first_sound(
