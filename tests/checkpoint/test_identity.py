@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.checkpoint.identity import differences, identity_of, require_same, resumed_identity
+from tunebook.checkpoint.identity import differences, identity_of, require_same
 from tunebook.checkpoint.record import Identity, read_record
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
 from tunebook.config.identity import result_settings
@@ -254,10 +254,3 @@ def test_the_same_base_one_not_recorded_and_that_of_a_whole_model_are_no_differe
     for peft, then in (("lora", "1" * 64), ("lora", None), ("full", "2" * 64)):
         theirs = over(identity, peft, then)
         assert refusal(make_checkpoint, tmp_path, theirs, over(identity, peft, "1" * 64)) == ""
-
-
-def test_what_goes_on_from_a_whole_model_comes_from_what_that_came_from(identity: Identity) -> None:
-    whole = resumed_identity(over(identity, "full", "1" * 64), over(identity, "full", "2" * 64))
-    assert whole == over(identity, "full", "1" * 64)
-    adapter = over(identity, "lora", "2" * 64)
-    assert resumed_identity(over(identity, "lora", None), adapter) == adapter

@@ -5,10 +5,7 @@ share of the files; then the first rank names the folder and writes `complete.js
 moment has this checkpoint or the one before, never half of one.
 
 Training waits while the trainer writes; a thread of each rank may do the rest while training continues. The written
-files are a copy that no step changes, in the system's file cache until it is flushed. So a save takes up to its own
-size of host memory, which belongs to the system but counts against a container's limit; with less free memory the
-trainer's writes wait for the disk. On NFS, closing a file flushes it, and the trainer waits. At most one save is
-pending: the next one waits for it.
+files are a copy that no step changes. At most one save is pending: the next one waits for it.
 """
 
 from __future__ import annotations

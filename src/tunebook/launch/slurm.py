@@ -236,8 +236,6 @@ def job_script(config: RunConfig, folder: Path) -> str:
     comments = [
         f"{config.title or 'A run'}: the job of {folder}",
         f"Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
-        f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
-        f"saves, and {'asks to be requeued: it then resumes in this folder' if settings.requeue else 'ends'}.",
     ]
     # `exec` makes Slurm's signals reach the launcher, not a shell.
     body = f"exec {shlex.join([sys.executable, '-m', _SLURM_JOB, str(folder)])}"
