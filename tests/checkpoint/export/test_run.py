@@ -85,7 +85,6 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     untouched = "model.layers.1.self_attn.k_proj.weight"
     assert torch.equal(found[untouched], weights[untouched].float())
     assert not (exported.folder / "adapter_config.json").exists()
-    assert 0 < exported.origin.difference < exported.origin.allowed == 1e-4
 
 
 def test_a_merged_model_stops_where_its_base_does(layouts: Any, tmp_path: Path, export: Any) -> None:
@@ -111,7 +110,6 @@ def test_tied_embeddings_that_were_trained_apart_are_written_separately(
     assert torch.equal(found["model.embed_tokens.weight"], adapter["base_model.model.model.embed_tokens.weight"])
     assert torch.equal(found["lm_head.weight"], embeddings)
     assert json.loads((exported.folder / "config.json").read_text())["tie_word_embeddings"] is False
-    assert exported.origin.difference < exported.origin.allowed == 1e-4
 
 
 @pytest.mark.parametrize("how", ["changed", "removed"])
@@ -137,7 +135,7 @@ def test_an_adapter_without_its_base_is_exported_alone_and_not_merged(
     found = load_file(exported.folder / "adapter_model.safetensors")
     assert found.keys() == trained.keys()
     assert all(torch.equal(found[name], trained[name].to(torch.bfloat16)) for name in trained)
-    assert (exported.origin.is_exact, exported.origin.logits) == (False, None)
+    assert exported.origin.is_exact is False
     assert exported.origin.weights_fingerprint == fingerprint
 
 
@@ -192,7 +190,6 @@ def test_what_is_recorded(layouts: Any, run: Path, export: Any) -> None:
     assert len(origin["tokenizer_sha256"]) == len(origin["chat_template_sha256"]) == 64
     assert origin["num_parameters"] == sum(weight.numel() for weight in layouts.trained(run, "zero3").values())
     assert not origin["is_exact"]
-    assert 0 < origin["difference"] < origin["allowed"] == 16 * torch.finfo(torch.bfloat16).eps
 
 
 def test_an_exported_folder_is_bound_to_what_its_run_was_trained_with(layouts: Any, run: Path, export: Any) -> None:
@@ -217,7 +214,7 @@ def test_an_exported_folder_is_bound_to_what_its_run_was_trained_with(layouts: A
     [
         (lambda weights: weights.pop("model.norm.weight"), "weights-incomplete"),
         (lambda weights: weights.update({"model.norm.weight": torch.zeros(31)}), "weights-incomplete"),
-        (lambda weights: weights["model.norm.weight"].fill_(float("nan")), "export-weights"),
+        (lambda weights: weights["model.norm.weight"].fill_(float("nan")), "export-differs"),
     ],
     ids=["missing", "misshapen", "nan"],
 )
@@ -225,7 +222,7 @@ def test_wrong_tensors_are_refused_and_nothing_is_left(
     layouts: Any, run: Path, export: Any, change: Any, problem: str
 ) -> None:
     edit(layouts.write_checkpoint(run, "whole"), layouts, change)
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises((DifferenceError, RequestError)) as raised:
         export(run)
     assert raised.value.problem_id == problem
     assert left_in(run) == []
@@ -260,7 +257,7 @@ def test_sums_in_another_order_may_move_the_logits_by_one_rounding(
     folder, config = export(run).folder, load_config(run / "run.yaml")
     own = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
     if is_equal:
-        assert not compare(folder, own, own * (1 + moved), config).difference
+        assert compare(folder, own, own * (1 + moved), config).is_exact
     else:
         with pytest.raises(DifferenceError):
             compare(folder, own, own * (1 + moved), config)
