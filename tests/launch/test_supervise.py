@@ -87,7 +87,7 @@ child.wait()
 @pytest.fixture
 def request_stops(tmp_path, monkeypatch):
     """Send this process signals once its command runs."""
-    monkeypatch.setattr("tunebook.processes._SAME_WITHIN_S", APART_S / 2)
+    monkeypatch.setattr("tunebook.launch.supervise._SAME_WITHIN_S", APART_S / 2)
     running, is_over = tmp_path / "running", threading.Event()
 
     def send(numbers):
@@ -134,7 +134,7 @@ def test_a_request_that_comes_several_times_is_one_and_costs_no_save(number, mon
         for _ in range(3):
             os.kill(os.getpid(), number)
         assert (requests.first, requests.is_urgent) == (number.name, False)
-        monkeypatch.setattr("tunebook.processes._SAME_WITHIN_S", 0.0)
+        monkeypatch.setattr("tunebook.launch.supervise._SAME_WITHIN_S", 0.0)
         if number is not signal.SIGINT:
             os.kill(os.getpid(), number)
             assert not requests.is_urgent

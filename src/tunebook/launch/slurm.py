@@ -10,15 +10,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from rich.console import Console
@@ -29,7 +26,7 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
-from tunebook.processes import RequestCount, handling_signals
+from tunebook.launch.supervise import StopRequests
 from tunebook.record.manifest import RunState, finish_manifest, manifest_or_empty, read_manifest, update_manifest
 from tunebook.terminal import print_text
 
@@ -285,26 +282,38 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
 
     The first stop request (Ctrl-C, SIGTERM) lets the job save and end; a later Ctrl-C cancels the job.
     """
-    place, last = 0, None
-    with _stopping(job_id, console):
+
+    def say(text: str) -> None:
+        print_text(f"job {job_id}: {text}", console)
+
+    place, last, requests, num_passed_on = 0, None, StopRequests(), 0
+    with requests.listening():
         while True:
-            state = _waited_for(job_id, console)
+            state = patiently(lambda: job_state(job_id), say)
             place = _print_from(place, output_file(folder, job_id), console)
             if state is not None and state.text() != last:
                 last = state.text()
-                print_text(f"job {job_id}: {last}", console)
+                say(last)
             # A job with a dead node completes for minutes; its run has recorded how it ended.
             if state is None or state.has_ended or (state.name == "COMPLETING" and _has_ended(folder)):
                 break
+            if requests.num > num_passed_on:
+                num_passed_on += 1
+                _stop(job_id, console, saves=num_passed_on == 1 and state.name == "RUNNING")
             time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a network file system may show the last lines late
     _print_from(place, output_file(folder, job_id), console)
     return _exit_code(job_id, folder, state)
 
 
-def _waited_for(job_id: str, console: Console) -> JobState | None:
-    """Return the job's state, waiting for a silent controller."""
-    return patiently(lambda: job_state(job_id), lambda text: print_text(f"job {job_id}: {text}", console))
+def _stop(job_id: str, console: Console, *, saves: bool) -> None:
+    """Let a job save and end, or cancel it."""
+    command = ["scancel", "--batch", "--signal=TERM", job_id] if saves else ["scancel", job_id]
+    console.print(f"stopping: {' '.join(command)}" + (" (Ctrl-C cancels it at once)" if saves else ""))
+    try:
+        slurm(*command)
+    except TunebookError as error:
+        print_text(f"the job was not reached: {error.message}; type it again: {' '.join(command)}", console)
 
 
 def _print_from(place: int, file: Path, console: Console) -> int:
@@ -317,28 +326,6 @@ def _print_from(place: int, file: Path, console: Console) -> int:
     console.file.write(new.decode(errors="replace"))
     console.file.flush()
     return place + len(new)
-
-
-@contextmanager
-def _stopping(job_id: str, console: Console) -> Iterator[None]:
-    """Forward stop requests to the job."""
-    count = RequestCount()
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        turn = count.take(number)
-        if turn == 0:
-            return
-        state = _waited_for(job_id, console) if turn == 1 else None
-        is_polite = state is not None and state.name == "RUNNING"
-        words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
-        console.print(f"stopping: {' '.join(words)}" + (" (Ctrl-C cancels it at once)" if is_polite else ""))
-        try:
-            slurm(*words)
-        except TunebookError as error:
-            print_text(f"the job was not reached: {error.message}; type it again: {' '.join(words)}", console)
-
-    with handling_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ask, takes_ignored=True):
-        yield
 
 
 def _has_ended(folder: Path) -> bool:
