@@ -11,6 +11,8 @@ from tunebook.launch import ray as check
 from tunebook.launch.ray import check_ray, cluster_resources, runtime_env, worker_resources
 from tunebook.train.rank_process import StopRequest
 
+from ..conftest import wait_for
+
 
 @pytest.fixture
 def with_ray(monkeypatch):
@@ -69,7 +71,6 @@ def test_the_runtime_environment(small, monkeypatch):
 def test_a_preemption_notice_asks_the_ranks_to_stop(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "_ASK_EVERY_S", 0.0)
     answers = [None, SimpleNamespace(preempted_ranks=[2, 3])]
-    watch = check.NoticeWatch(lambda: answers.pop(0), tmp_path / ".stop")
-    watch.run()
-    assert watch.has_come
-    assert StopRequest(tmp_path).name == "a preemption notice for rank 2, 3"
+    has_come = check.watch_notices(lambda: answers.pop(0), tmp_path / ".stop")
+    assert has_come.wait(30)
+    wait_for(lambda: StopRequest(tmp_path).name == "a preemption notice for rank 2, 3")

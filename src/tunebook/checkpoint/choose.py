@@ -83,8 +83,8 @@ def _then_named(of_run: list[Candidate], named: Path | None) -> Iterator[Candida
 
 def named_by(config: RunConfig) -> Path | None:
     """The folder that `training.resume` names; None for one of its keywords."""
-    word = config.training.resume
-    return None if word in RESUME_WORDS else resolve_path(word)
+    resume = config.training.resume
+    return None if resume in RESUME_WORDS else resolve_path(resume)
 
 
 def same_command(config: RunConfig, option: str = "") -> str:
@@ -102,21 +102,21 @@ def named_candidates(named: Path) -> list[Candidate]:
     Raises: RequestError for a folder that is neither, and for checkpoints of other programs.
     """
     named = named.resolve()
-    found = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [examine(named)]
-    if not any((one.path / RECORD_FILE).is_file() for one in found):
-        why = found[0].why_not if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
+    candidates = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [examine(named)]
+    if not any((candidate.path / RECORD_FILE).is_file() for candidate in candidates):
+        why = candidates[0].why_not if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
         raise RequestError(
             f"training.resume={named} is no checkpoint to resume from: {why}; name a run folder, or a folder "
             f"checkpoint-<step> in its checkpoints; to start from other weights: model.path={named}",
             problem_id="checkpoint-not-usable",
         )
-    return found
+    return candidates
 
 
 def require_verified(checkpoint: Path) -> None:
     """Refuse a damaged best checkpoint; each rank reads a share of it. Raises: DataError."""
-    found = on_first_rank(lambda: examine(checkpoint))
-    why = found.why_not if found.record is None else _wrong_anywhere(checkpoint, found.record)
+    candidate = on_first_rank(lambda: examine(checkpoint))
+    why = candidate.why_not if candidate.record is None else _wrong_anywhere(checkpoint, candidate.record)
     if why is not None:
         raise DataError(
             f"{checkpoint} cannot be loaded: {why}. It is the best by validation loss, so no other takes its place. "

@@ -255,8 +255,8 @@ def seal_files(folder: Path, group: Group = None) -> dict[str, FileEntry]:
     Returns the entries by path in the folder. Raises: OSError, on every rank.
     """
     sizes = on_first_rank(lambda: list_files(folder), group)
-    mine = share_of(sizes, *rank_and_size())
-    shares = on_every_rank(lambda: {name: _seal(folder / name) for name in mine}, group)
+    own_share = share_of(sizes, *rank_and_size())
+    shares = on_every_rank(lambda: {name: _seal(folder / name) for name in own_share}, group)
     return dict(sorted((name, entry) for share in shares for name, entry in share.items()))
 
 

@@ -43,9 +43,9 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
         named = ["env", *folders] if folders else []
         return [*(f"--container-{name}={value}" for name, value in options.items()), *named, *inside]
     gpus = ["--gpus", "all", "--ulimit", "memlock=-1"]  # page-locked memory, for the network
-    volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
+    volumes = [option for place in mounts for option in ("--volume", f"{place}:{place}")]
     named = sorted(name for name in handed_on(os.environ) if name not in _FOLDERS)
-    passed = [word for name in (*named, *folders, *_OF_THE_TASK) for word in ("--env", name)]
+    passed = [option for name in (*named, *folders, *_OF_THE_TASK) for option in ("--env", name)]
     # Host network and shared memory: NCCL and gloo then connect as without a container.
     return [
         *["docker", "run", "--rm", "--network", "host", "--ipc", "host"],
@@ -70,8 +70,8 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(json.loads(prepared.read_text())["folder"])
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
-    seen = [Path(place) for place in places]
-    places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in seen)]
+    mounted = [Path(place) for place in places]
+    places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in mounted)]
     return list(dict.fromkeys([*places, *_named_folders().values()]))
 
 

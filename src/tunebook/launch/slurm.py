@@ -30,7 +30,7 @@ from tunebook.launch.supervise import StopRequests
 from tunebook.record.manifest import RunState, finish_manifest, manifest_or_empty, read_manifest, update_manifest
 from tunebook.terminal import print_text
 
-_Answer = TypeVar("_Answer")
+_Reply = TypeVar("_Reply")
 
 JOB_SCRIPT = "job.sh"
 _SLURM_JOB = "tunebook.commands.slurm_job"
@@ -70,31 +70,31 @@ class JobState:
         return f"{self.name}{reason}" + (f" on {self.nodes}" if self.nodes else "")
 
 
-def slurm(*words: str, input_text: str | None = None) -> str:
+def slurm(*command: str, input_text: str | None = None) -> str:
     """Run a Slurm command; return its output.
 
     Raises: RequestError if it is missing or Slurm refuses, TunebookError if the controller does not respond.
     """
-    if shutil.which(words[0]) is None:
+    if shutil.which(command[0]) is None:
         raise RequestError(
-            f"launcher=slurm needs Slurm's command {words[0]}, which is not on this machine; type this on a login node "
+            f"launcher=slurm needs Slurm's command {command[0]}, which is not on this machine; type this on a login node "
             "of the cluster, or use launcher=local",
             problem_id="slurm-not-found",
         )
     try:
         answer = subprocess.run(
-            words, input=input_text, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, start_new_session=True
+            command, input=input_text, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, start_new_session=True
         )
     except subprocess.TimeoutExpired as error:
-        raise _out_of_reach(f"{words[0]} did not answer within {_CLIENT_TIMEOUT_S:g} s") from error
+        raise _out_of_reach(f"{command[0]} did not answer within {_CLIENT_TIMEOUT_S:g} s") from error
     if answer.returncode == 0:
         return answer.stdout
     why = "; ".join(answer.stderr.strip().splitlines())
     if any(text in why.lower() for text in _OUT_OF_REACH):
         raise _out_of_reach(why)
-    what = "the job" if words[0] == "sbatch" else words[0]
+    subject = "the job" if command[0] == "sbatch" else command[0]
     raise RequestError(
-        f"Slurm refuses {what}: {why}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
+        f"Slurm refuses {subject}: {why}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
         "launcher.partition, launcher.account, hardware.num_nodes",
         problem_id="slurm-refused",
     )
@@ -110,12 +110,12 @@ def is_unknown_job(error: RequestError) -> bool:
     return _UNKNOWN_JOB in error.message.lower()
 
 
-def patiently(ask: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
-    """Ask Slurm, again while its controller is silent. Raises: TunebookError after 10 minutes."""
+def patiently(call: Callable[[], _Reply], say: Callable[[str], None]) -> _Reply:
+    """Call Slurm, again while its controller is silent. Raises: TunebookError after 10 minutes."""
     end = time.monotonic() + _SILENT_WITHIN_S
     while True:
         try:
-            return ask()
+            return call()
         except TunebookError as error:
             if error.problem_id != "slurm-out-of-reach" or time.monotonic() > end:
                 raise
@@ -180,19 +180,19 @@ def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
     """
     settings, hardware = config.launcher, config.hardware
     assert isinstance(settings, SlurmConfig)
-    words = [f"--job-name={config.recipe or 'tunebook'}", f"--nodes={hardware.num_nodes}", "--ntasks-per-node=1"]
+    options = [f"--job-name={config.recipe or 'tunebook'}", f"--nodes={hardware.num_nodes}", "--ntasks-per-node=1"]
     if hardware.generation is not Generation.cpu:
-        words.append(f"--gpus-per-node={hardware.gpus_per_node}")
+        options.append(f"--gpus-per-node={hardware.gpus_per_node}")
     if settings.cpus_per_task is not None:
-        words.append(f"--cpus-per-task={settings.cpus_per_task}")
+        options.append(f"--cpus-per-task={settings.cpus_per_task}")
     else:
-        words += ["--exclusive", "--mem=0"]
+        options += ["--exclusive", "--mem=0"]
     named = {"partition": settings.partition, "account": settings.account, "time": settings.time_limit}
-    words += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
     if folder is not None:
-        words += [f"--output={output_pattern(folder, output_file(folder, '%j').name)}", "--open-mode=append"]
-    words += ["--requeue" if settings.requeue else "--no-requeue", f"--signal=B:USR1@{settings.stop_timeout_s}"]
-    return [*words, *settings.extra_args]
+        options += [f"--output={output_pattern(folder, output_file(folder, '%j').name)}", "--open-mode=append"]
+    options += ["--requeue" if settings.requeue else "--no-requeue", f"--signal=B:USR1@{settings.stop_timeout_s}"]
+    return [*options, *settings.extra_args]
 
 
 def script_text(comments: list[str], options: list[str], body: str) -> str:
@@ -203,7 +203,7 @@ def script_text(comments: list[str], options: list[str], body: str) -> str:
     lines = [
         "#!/usr/bin/env bash",
         *(f"# {comment}" for comment in comments),
-        *(f"#SBATCH {_quoted(word)}" for word in options),
+        *(f"#SBATCH {_quoted(option)}" for option in options),
         "",
         "set -euo pipefail",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE  # srun no longer takes it from the job, and would use one core",
@@ -215,11 +215,11 @@ def script_text(comments: list[str], options: list[str], body: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quoted(word: str) -> str:
+def _quoted(option: str) -> str:
     """Quote an option for sbatch where needed."""
-    if not _SPECIAL.search(word):
-        return word
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+    if not _SPECIAL.search(option):
+        return option
+    escaped = option.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 

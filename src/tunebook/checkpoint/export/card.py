@@ -37,7 +37,7 @@ class ExportOrigin(Origin, Written):
 
 def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
-    found = _evaluations(origin, record)
+    evaluations = _evaluations(origin, record)
     turns = [{"role": "user", "content": "..."}]
     if config.dataset.system_prompt is not None:
         turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
@@ -56,8 +56,8 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
         summary=_summary(origin, config, name),
         turns=turns if origin.chat_template_sha256 is not None else None,
         rows=_rows(origin, config, record),
-        evaluations=found,
-        tasks={name: task for item in found for name, task in item["tasks"].items()},
+        evaluations=evaluations,
+        tasks={name: task for item in evaluations for name, task in item["tasks"].items()},
         score=lambda task: "-" if task is None else score_in_words(task, as_share=False),
     )
     return str(filled).rstrip() + "\n"
@@ -118,9 +118,9 @@ def _evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]
     last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
     sources = (origin.source, _FINAL) if is_final else (origin.source,)
-    found = [record.after] if is_final and record.after is not None else []
-    found += [item for item in record.evaluations if item["model"] in sources]
-    return [record.before, *found] if found and record.before is not None else found
+    evaluations = [record.after] if is_final and record.after is not None else []
+    evaluations += [item for item in record.evaluations if item["model"] in sources]
+    return [record.before, *evaluations] if evaluations and record.before is not None else evaluations
 
 
 def check_text(origin: ExportOrigin) -> str:

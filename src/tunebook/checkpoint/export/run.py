@@ -148,8 +148,8 @@ def _format(config: RunConfig, requested: str | None, *, merge: bool) -> torch.d
     if requested is not None:
         return _DTYPES[requested]
     published = read_dtype(config.model) if merge or config.peft.method is PeftMethod.full else None
-    found: torch.dtype | None = getattr(torch, published) if published is not None else None
-    return found
+    dtype: torch.dtype | None = getattr(torch, published) if published is not None else None
+    return dtype
 
 
 def _write(

@@ -131,16 +131,16 @@ def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConf
     )
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
         raise _differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
-    found = logits_of(written.eval())
+    loaded = logits_of(written.eval())
     rounding = torch.finfo(written.dtype).eps
     for other, allowed in ((cast, rounding), (own, max(_FACTOR * rounding, _LEAST_ALLOWED))):
-        difference = float((found - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
+        difference = float((loaded - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
         if not difference <= allowed:  # also for numbers that are not finite
             raise _differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
     return Written(
         dtype=format_name(written.dtype),
         num_parameters=written.num_parameters(),
-        is_exact=torch.equal(found, own),
+        is_exact=torch.equal(loaded, own),
     )
 
 
