@@ -145,9 +145,8 @@ class CheckpointSaver:
         """
         try:
             yield
-        except Exception as error:
-            if (failure := self._wait()) is not None:
-                error.add_note(f"The checkpoint of step {self._pending} was not completed either: {failure}")
+        except Exception:
+            self._wait()
             raise
         self.settle()
 

@@ -77,8 +77,8 @@ def slurm(*command: str, input_text: str | None = None) -> str:
     """
     if shutil.which(command[0]) is None:
         raise RequestError(
-            f"launcher=slurm needs Slurm's command {command[0]}, which is not on this machine; type this on a login node "
-            "of the cluster, or use launcher=local",
+            f"launcher=slurm needs Slurm's command {command[0]}, which is not on this machine; type this on a login "
+            "node of the cluster, or use launcher=local",
             problem_id="slurm-not-found",
         )
     try:
