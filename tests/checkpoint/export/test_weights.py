@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tunebook.checkpoint.export.weights import Form, form_of, read_weights
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 
 # Sizes that leave a remainder for two and for three ranks, and a tensor that crosses ranks.
 WEIGHTS = {"a": (5, 7), "b": (3,), "c": (11, 2), "d": (1,)}
@@ -92,11 +92,3 @@ def test_an_adapter_file_without_a_tensor_gives_way_to_the_partitions(layouts: A
     (checkpoint / "adapter_config.json").write_text("{}")
     save_file({}, checkpoint / "adapter_model.safetensors")
     assert form_of(checkpoint) is Form.zero
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin"])
-def test_pickled_weights_and_other_files_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(RequestError) as raised:
-        form_of(tmp_path)
-    assert raised.value.problem_id == "export-no-weights"

@@ -50,7 +50,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
             base_model=config.model.name,
         ),
         template_path=str(Path(__file__).with_name("card.md.jinja")),
-        title=(record.manifest or {}).get("title") or origin.recipe or f"{name}, fine-tuned",
+        title=(record.manifest or {}).get("title") or origin.recipe or origin.run,
         origin=origin,
         origin_file=ORIGIN_FILE,
         summary=_summary(origin, config, name),

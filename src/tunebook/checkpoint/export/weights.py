@@ -31,7 +31,6 @@ Weights = dict[str, torch.Tensor]
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FSDP_FOLDER = "pytorch_model_fsdp_0"  # accelerate's name
 _FSDP_KEY = "model"  # accelerate 1.15 saves {"model": state_dict} (`save_fsdp_model`)
-_ZERO_TAG = "latest"  # DeepSpeed's file with the name of the folder
 _ADAPTER_NAME = "default"  # PEFT's name for the one adapter of a model, which is in the names of its shards
 _OF_THE_BASE = (".base_layer.", ".original_module.")
 
@@ -46,7 +45,7 @@ class Form(Enum):
 
 
 def form_of(folder: Path) -> Form:
-    """How the weights in a folder are stored. Raises: RequestError for a folder without any that can be read."""
+    """How the weights in a complete checkpoint, or a trained model's folder, are stored."""
     adapter = folder / ADAPTER_WEIGHTS
     # Where DeepSpeed does not gather, transformers leaves an adapter file without a tensor, and the partitions.
     if (folder / ADAPTER_FILE).is_file() and adapter.is_file() and read_shapes([adapter]):
@@ -55,14 +54,7 @@ def form_of(folder: Path) -> Form:
         return Form.whole
     if (folder / _FSDP_FOLDER / ".metadata").is_file():
         return Form.fsdp
-    if (folder / _ZERO_TAG).is_file():
-        return Form.zero
-    raise RequestError(
-        f"{folder} holds no weights that can be exported (model.safetensors or its index, {ADAPTER_WEIGHTS}, "
-        f"{_FSDP_FOLDER}/ or ZeRO's {_ZERO_TAG}; pickled weights are never loaded, since they can run code); name a "
-        "run's checkpoint with --checkpoint STEP",
-        problem_id="export-no-weights",
-    )
+    return Form.zero
 
 
 def read_weights(folder: Path, form: Form, *, is_adapter: bool) -> Weights:
