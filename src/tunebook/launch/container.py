@@ -59,9 +59,10 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
     """Return the folders that a run needs, mounted at the same paths: its own, data, model, and the user's choice.
 
-    Also folders that the configuration, or variables passed to the container, name: otherwise they would be missing
-    inside.
+    Also those of a named checkpoint and of task files, and those that variables passed to the container name.
     """
+    from tunebook.checkpoint.choose import named_by  # takes half a second to import
+
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
     places = [str(Path.cwd()), str(folder), *settings.container_mounts]
@@ -70,18 +71,11 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(json.loads(prepared.read_text())["folder"])
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
-    mounted = [Path(place) for place in places]
-    places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in mounted)]
-    return list(dict.fromkeys([*places, *_named_folders().values()]))
-
-
-def _read_from(config: RunConfig) -> list[Path]:
-    """Return the folders of the checkpoint and the task files that a configuration names."""
-    from tunebook.checkpoint.choose import named_by  # takes half a second to import
-
     tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
-    folders = [named_by(config), *(resolve_path(task).parent for task in tasks)]
-    return [folder for folder in folders if folder is not None and folder.is_dir()]
+    for read in (named_by(config), *(resolve_path(task).parent for task in tasks)):
+        if read is not None and read.is_dir() and not any(read.is_relative_to(place) for place in places):
+            places.append(str(read))
+    return list(dict.fromkeys([*places, *_named_folders().values()]))
 
 
 def _named_folders() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.checkpoint.export.write import new_folder, new_place
+from tunebook.checkpoint.export.write import new_folder
 from tunebook.errors import DoesNotFitError, RequestError
 
 
@@ -16,10 +16,9 @@ def test_what_exists_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("file", "dangling", "."):
-        with pytest.raises(RequestError, match="never writes over") as raised:
-            new_place(tmp_path / name)
+        with pytest.raises(RequestError) as raised, new_folder(tmp_path / name):
+            pass
         assert raised.value.problem_id == "export-target"
-    assert new_place(tmp_path / "new") == tmp_path / "new"
 
 
 def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from tunebook.checkpoint.export.write import (
     compare,
     logits_of,
     new_folder,
-    new_place,
     save_adapter,
     save_model,
     share,
@@ -93,7 +92,7 @@ def export_run(
     run, config = read_run(folder), load_config(folder / RUN_FILE)
     source, step = choose_source(run, checkpoint)
     name = "-".join(filter(None, (source.name, "merged" if merge else None, dtype)))
-    place = new_place(to if to is not None else run.folder / "exports" / name)
+    place = (to if to is not None else run.folder / "exports" / name).expanduser().absolute()
     if merge and config.peft.method is PeftMethod.full:
         raise RequestError(
             f"--merge: {run.name} trained the whole model (peft.method=full), so there is no adapter to merge; leave "

@@ -38,23 +38,17 @@ _FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
 
 
-def new_place(folder: Path) -> Path:
-    """The folder to write as an absolute path. Raises: RequestError if it exists."""
-    folder = folder.expanduser().absolute()
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that is renamed to `folder` at the end, and removed after an error. A killed export's is replaced.
+
+    Raises: DoesNotFitError if the disk fills up, RequestError if it exists or nothing may be written.
+    """
     if folder.exists() or folder.is_symlink():
         raise RequestError(
             f"{folder} exists, and an export never writes over anything; name a new folder with --to FOLDER",
             problem_id="export-target",
         )
-    return folder
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A new folder that is renamed to `folder` at the end, and removed after an error. A killed export's is replaced.
-
-    Raises: DoesNotFitError if the disk fills up, RequestError if nothing may be written.
-    """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
