@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from tunebook.checkpoint.record import FileEntry, Identity
-from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
+from tunebook.checkpoint.save import CheckpointSaver, clean_up, publish_folder, remove_old, seal_files
 from tunebook.checkpoint.verify import newest_checkpoint, verified_record
 from tunebook.errors import DoesNotFitError
 
+MakeCheckpoint = Callable[..., Path]
 FILES = {"model.safetensors": b"weights", "global_step4/optim.pt": b"state", "latest": b"global_step4"}
 
 
@@ -47,8 +48,12 @@ def finish(saver: CheckpointSaver, step: int, best: int | None = None) -> None:
     saver.settle()
 
 
+def names_in(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
 def names(saver: CheckpointSaver) -> list[str]:
-    return sorted(path.name for path in saver.folder.iterdir())
+    return names_in(saver.folder.parent)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -90,12 +95,6 @@ def test_all_is_flushed_before_the_folder_gets_its_name(
     checkpoint = save_step(saver, 4)
     assert missing == []
     assert {checkpoint.stat().st_ino, checkpoint.parent.stat().st_ino} <= flushed
-
-
-def test_the_newest_two_and_the_best_stay(saver: CheckpointSaver) -> None:
-    for step in (2, 4, 6, 8):
-        save_step(saver, step, best=2)
-    assert names(saver) == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
 
 
 def test_later_ones_that_the_run_went_back_behind_go_with_the_next_save(saver: CheckpointSaver, tmp_path: Path) -> None:
@@ -229,38 +228,68 @@ def unfinished(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_file_and_folder_is_flushed_before_a_folder_gets_its_name(
-    unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def note_fsync(descriptor: int) -> None:
-        events.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path))
-        fsync(descriptor)
-
-    def note_rename(path: Path, target: Path) -> Path:
-        events.append(f"{path.name} -> {target.name}")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(Path, "rename", note_rename)
-    files = seal_files(unfinished)
-    assert files == {
-        "model.safetensors": FileEntry(size=3, sha256=hashlib.sha256(b"new").hexdigest()),
-        "sub/config.json": FileEntry(size=2, sha256=hashlib.sha256(b"{}").hexdigest()),
-    }
-    publish_folder(unfinished, tmp_path / "model")
-    files_flushed, folders_flushed, rest = events[:2], events[2:4], events[4:]
-    assert sorted(files_flushed) == [".model.unfinished/model.safetensors", ".model.unfinished/sub/config.json"]
-    assert folders_flushed == [".model.unfinished/sub", ".model.unfinished"]
-    assert rest == [".model.unfinished -> model", "."]
-
-
-def test_a_folder_of_that_name_is_replaced_whole(unfinished: Path, tmp_path: Path) -> None:
+def test_a_folder_is_hashed_and_replaces_one_of_that_name(unfinished: Path, tmp_path: Path) -> None:
     before = tmp_path / "model"
     before.mkdir()
     (before / "old.safetensors").write_bytes(b"old")
+    assert seal_files(unfinished) == {
+        "model.safetensors": FileEntry(size=3, sha256=hashlib.sha256(b"new").hexdigest()),
+        "sub/config.json": FileEntry(size=2, sha256=hashlib.sha256(b"{}").hexdigest()),
+    }
     publish_folder(unfinished, before)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert sorted(path.name for path in before.iterdir()) == ["model.safetensors", "sub"]
+
+
+@pytest.mark.parametrize(
+    ("complete", "newest", "keep", "best", "kept"),
+    [
+        ([2, 4, 6], 6, 2, None, [4, 6]),
+        ([2, 4, 6, 8], 8, 2, 2, [2, 6, 8]),  # the newest two, and the best
+        ([8, 10, 11, 12], 11, 2, None, [10, 11]),  # the run went back before 12
+        ([8, 10, 12], 10, 0, 12, [10]),
+    ],
+)
+def test_the_newest_and_the_best_stay(
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    complete: list[int],
+    newest: int,
+    keep: int,
+    best: int | None,
+    kept: list[int],
+) -> None:
+    for step in complete:
+        make_checkpoint(tmp_path, step)
+    remove_old(tmp_path / "checkpoints", newest=newest, keep=keep, best=best)
+    assert sorted(names_in(tmp_path)) == sorted(f"checkpoint-{step}" for step in kept)
+
+
+def test_only_complete_checkpoints_are_deleted(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "checkpoint-1").mkdir()  # of another program
+    remove_old(tmp_path / "checkpoints", newest=6, keep=1, best=2)
+    clean_up(tmp_path / "checkpoints")
+    assert names_in(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-6"]
+
+
+def test_nothing_is_deleted_for_one_that_is_not_complete(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "checkpoint-6" / "complete.json").unlink()
+    remove_old(tmp_path / "checkpoints", newest=6, keep=1, best=None)
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_what_interrupted_saves_leave_is_cleared(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2)
+    (make_checkpoint(tmp_path, 4) / "complete.json").rename(
+        tmp_path / "checkpoints" / "checkpoint-4" / ".complete.json"
+    )
+    (tmp_path / "checkpoints" / "_unfinished" / "checkpoint-6").mkdir(parents=True)
+    foreign = tmp_path / "checkpoints" / "checkpoint-8"
+    foreign.mkdir()
+    clean_up(tmp_path / "checkpoints")
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-8"]
+    clean_up(tmp_path / "nothing")

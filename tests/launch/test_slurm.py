@@ -10,13 +10,11 @@ import pytest
 
 from tunebook.config.choices import Generation
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch import slurm as client
 from tunebook.launch.slurm import (
     check_job,
     job_script,
     job_state,
     option_words,
-    patiently,
     script_text,
 )
 
@@ -87,22 +85,6 @@ def test_a_job_that_slurm_has_forgotten(says):
     says("scontrol", errors="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     with pytest.raises(TunebookError, match="Unable to contact"):
         job_state("12")
-
-
-def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
-    answers = iter([out_of_reach, out_of_reach, lambda: "here"])
-    monkeypatch.setattr(client, "_SILENT_POLL_S", 0.0)
-    said = []
-    assert patiently(lambda: next(answers)(), said.append) == "here"
-    assert len(said) == 2
-    monkeypatch.setattr(client, "_SILENT_WITHIN_S", 0.05)
-    with pytest.raises(TunebookError) as caught:
-        patiently(out_of_reach, said.append)
-    assert caught.value.problem_id == "slurm-out-of-reach"
-
-
-def out_of_reach():
-    raise TunebookError("no answer", problem_id="slurm-out-of-reach")
 
 
 FOLDER = Path("/runs/1")
