@@ -1,15 +1,16 @@
-"""The model card of an exported folder, `README.md`: `card.md.jinja` filled with the run's records.
+"""The model card of an exported folder, `README.md`, from the run's records.
 
 Programs read `tunebook.json`. Local paths are shortened to their last component, since the folder will be shared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 from tunebook.checkpoint.export.write import Written
 from tunebook.config.book import BOOK_PREFIX
@@ -37,33 +38,69 @@ class ExportOrigin(Origin, Written):
 
 def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
-    evaluations = _evaluations(origin, record)
-    turns = [{"role": "user", "content": "..."}]
-    if config.dataset.system_prompt is not None:
-        turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
-    name = config.model.name or _shared(config.model.path or "")
-    filled = ModelCard.from_template(
-        ModelCardData(
-            library_name="peft" if origin.is_adapter else "transformers",
-            pipeline_tag="text-generation",
-            tags=["tunebook", "sft"],
-            base_model=config.model.name,
-        ),
-        template_path=str(Path(__file__).with_name("card.md.jinja")),
-        title=(record.manifest or {}).get("title") or origin.recipe or origin.run,
-        origin=origin,
-        origin_file=ORIGIN_FILE,
-        summary=_summary(origin, config, name),
-        turns=turns if origin.chat_template_sha256 is not None else None,
-        rows=_rows(origin, config, record),
-        evaluations=evaluations,
-        tasks={name: task for item in evaluations for name, task in item["tasks"].items()},
-        score=lambda task: "-" if task is None else score_in_words(task, as_share=False),
+    header = ModelCardData(
+        library_name="peft" if origin.is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["tunebook", "sft"],
+        base_model=config.model.name,
     )
-    return str(filled).rstrip() + "\n"
+    parts = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {(record.manifest or {}).get('title') or origin.recipe or origin.run}",
+        _summary(origin, config),
+        f"## Use\n\n```python\n{_usage(origin, config)}\n```",
+        f"## Evaluation\n\n{_scores(_evaluations(origin, record))}",
+        f"## Origin\n\n{_table(['', ''], _rows(origin, config, record))}",
+        f"`{ORIGIN_FILE}` holds the same for programs, with the hashes of the weight files.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> str:
+def _usage(origin: ExportOrigin, config: RunConfig) -> str:
+    """Python code that loads the folder and generates an answer."""
+    model_class, package = "AutoModelForCausalLM", "transformers"
+    if origin.is_adapter:
+        model_class, package = "AutoPeftModelForCausalLM", "peft"
+    keywords = "".join(f", {key}={value!r}" for key, value in origin.base_keywords.items() if origin.is_adapter)
+    inputs = 'tokenizer("...", return_tensors="pt")'
+    if origin.chat_template_sha256 is not None:
+        turns = [{"role": "user", "content": "..."}]
+        if config.dataset.system_prompt is not None:
+            turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
+        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        inputs = f"tokenizer.apply_chat_template({turns}, {options})"
+    return f"""from {package} import {model_class}
+from transformers import AutoTokenizer
+
+folder = "."  # or this model's name on the hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = {model_class}.from_pretrained(folder{keywords})
+inputs = {inputs}
+answer = model.generate(**inputs, max_new_tokens=256)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+
+
+def _scores(evaluations: list[dict[str, Any]]) -> str:
+    """The scores of the evaluations side by side."""
+    if not evaluations:
+        return "No evaluation of these weights is recorded."
+    rows = []
+    for name, task in {name: task for item in evaluations for name, task in item["tasks"].items()}.items():
+        scores = [item["tasks"].get(name) for item in evaluations]
+        cells = ["-" if score is None else score_in_words(score, as_share=False) for score in scores]
+        rows.append([name, task["metric"], str(task["num_items"]), *cells])
+    columns = [item["when"] + (f" (first {item['limit']})" if item.get("limit") else "") for item in evaluations]
+    version = evaluations[-1].get("harness_version")
+    note = f"\n\nBy lm-evaluation-harness {version}; ± is the standard error." if version else ""
+    return _table(["task", "metric", "items", *columns], rows) + note
+
+
+def _table(head: list[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _summary(origin: ExportOrigin, config: RunConfig) -> str:
+    name = config.model.name or _shared(config.model.path or "")
     base = f"{name} at {config.model.revision}" if config.model.revision else name
     if config.model.weights is Weights.random:
         base = f"the architecture of {name} with random weights"
