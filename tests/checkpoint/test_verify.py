@@ -13,8 +13,8 @@ from tunebook.checkpoint.verify import (
     complete_checkpoints,
     examine,
     newest_checkpoint,
-    passed_over,
     require_unchanged_model,
+    skipped_checkpoints,
     verified_record,
     wrong_hash,
 )
@@ -57,7 +57,7 @@ def flip_a_bit(file: Path) -> None:
 )
 def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Path], object], why: str) -> None:
     damage(checkpoint / "global_step4" / "bf16_optim.pt")
-    assert why in str(examine(checkpoint).why_not)
+    assert why in str(examine(checkpoint).problem)
     assert newest_checkpoint(checkpoint.parent.parent) is None
     with pytest.raises(DataError) as raised:
         verified_record(checkpoint)
@@ -66,7 +66,7 @@ def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Pa
 
 def test_a_flipped_bit_is_found_by_its_hash_alone(checkpoint: Path) -> None:
     flip_a_bit(checkpoint / "global_step4" / "bf16_optim.pt")
-    assert examine(checkpoint).why_not is None
+    assert examine(checkpoint).problem is None
     record = read_record(checkpoint)
     assert str(wrong_hash(checkpoint, record.files.items())).startswith("global_step4/bf16_optim.pt is not what was")
     others = [(name, entry) for name, entry in record.files.items() if not name.endswith("optim.pt")]
@@ -95,14 +95,14 @@ def test_paths_that_lead_out_of_the_folder_are_files_that_are_missing(checkpoint
     content = json.loads((checkpoint / "complete.json").read_text())
     content["files"]["../../outside"] = content["files"]["empty"]
     (checkpoint / "complete.json").write_text(json.dumps(content))
-    assert examine(checkpoint).why_not == "../../outside is missing"
+    assert examine(checkpoint).problem == "../../outside is missing"
 
 
 def test_without_a_record_it_is_not_there(checkpoint: Path) -> None:
     (checkpoint / "complete.json").unlink()
-    assert "it has no complete.json: " in str(examine(checkpoint).why_not)
+    assert "it has no complete.json: " in str(examine(checkpoint).problem)
     (checkpoint / ".complete.json").touch()
-    assert examine(checkpoint).why_not == "it was not written completely"
+    assert examine(checkpoint).problem == "it was not written completely"
 
 
 def test_the_newest_complete_one_and_what_is_newer(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_the_newest_complete_one_and_what_is_newer(make_checkpoint: MakeCheckpoi
     (tmp_path / "checkpoints" / "checkpoint-30x").mkdir()
     assert newest_checkpoint(tmp_path) == made[1]  # by number, not by letters
     assert complete_checkpoints(tmp_path / "checkpoints") == [made[1], made[2], made[0]]
-    assert [path.name for path in passed_over(tmp_path)] == ["checkpoint-20", "checkpoint-12"]
-    assert passed_over(tmp_path)[made[3]] == "optimizer.pt is missing"
+    assert [path.name for path in skipped_checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-12"]
+    assert skipped_checkpoints(tmp_path)[made[3]] == "optimizer.pt is missing"
 
 
 @pytest.fixture

@@ -41,10 +41,10 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
     checkpoints = run / CHECKPOINTS_FOLDER
 
     def check(checkpoint: Path, record: CheckpointRecord) -> str | None:
-        why = _wrong_anywhere(checkpoint, record)
-        if why is not None and checkpoint.parent == checkpoints:  # or it would count as one of the newest that stay
+        problem = _wrong_anywhere(checkpoint, record)
+        if problem is not None and checkpoint.parent == checkpoints:  # or it would count as one of the newest that stay
             on_first_rank(lambda: checkpoint.rename(checkpoints / f"damaged-{checkpoint.name}"))
-        return why
+        return problem
 
     on_first_rank(lambda: clean_up(checkpoints))
     return _first_sound(config, run, own, check, report)
@@ -54,16 +54,16 @@ def _first_sound(
     config: RunConfig, run: Path | None, own: Identity, check: Check, report: Callable[[str], None]
 ) -> Path | None:
     """The first checkpoint that is complete and passes `check`: of the run's own, then of the named ones."""
-    named, reasons = named_by(config), []
+    named, reasons = resume_folder(config), []
     of_run = on_first_rank(lambda: candidates_in(run / CHECKPOINTS_FOLDER)) if run is not None else []
     for candidate in _then_named(of_run, named):
-        why = candidate.why_not
+        problem = candidate.problem
         if candidate.record is not None:
             require_same(candidate.path, candidate.record, own, config.training.resume_anyway)
-            why = check(candidate.path, candidate.record)
-            if why is None:
+            problem = check(candidate.path, candidate.record)
+            if problem is None:
                 return candidate.path
-        reasons.append(f"{candidate.path} is passed over: {why}")
+        reasons.append(f"{candidate.path} is passed over: {problem}")
         report(reasons[-1])
     if named is None:
         return None
@@ -81,7 +81,7 @@ def _then_named(of_run: list[Candidate], named: Path | None) -> Iterator[Candida
         yield from on_first_rank(lambda: named_candidates(named))
 
 
-def named_by(config: RunConfig) -> Path | None:
+def resume_folder(config: RunConfig) -> Path | None:
     """The folder that `training.resume` names; None for one of its keywords."""
     resume = config.training.resume
     return None if resume in RESUME_WORDS else resolve_path(resume)
@@ -104,9 +104,9 @@ def named_candidates(named: Path) -> list[Candidate]:
     named = named.resolve()
     candidates = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [examine(named)]
     if not any((candidate.path / RECORD_FILE).is_file() for candidate in candidates):
-        why = candidates[0].why_not if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
+        problem = candidates[0].problem if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
         raise RequestError(
-            f"training.resume={named} is no checkpoint to resume from: {why}; name a run folder, or a folder "
+            f"training.resume={named} is no checkpoint to resume from: {problem}; name a run folder, or a folder "
             f"checkpoint-<step> in its checkpoints; to start from other weights: model.path={named}",
             problem_id="checkpoint-not-usable",
         )
@@ -116,10 +116,10 @@ def named_candidates(named: Path) -> list[Candidate]:
 def require_verified(checkpoint: Path) -> None:
     """Refuse a damaged best checkpoint; each rank reads a share of it. Raises: DataError."""
     candidate = on_first_rank(lambda: examine(checkpoint))
-    why = candidate.why_not if candidate.record is None else _wrong_anywhere(checkpoint, candidate.record)
-    if why is not None:
+    problem = candidate.problem if candidate.record is None else _wrong_anywhere(checkpoint, candidate.record)
+    if problem is not None:
         raise DataError(
-            f"{checkpoint} cannot be loaded: {why}. It is the best by validation loss, so no other takes its place. "
+            f"{checkpoint} cannot be loaded: {problem}. It is the best by validation loss, so no other replaces it. "
             "Restore it from a copy and type the same command again; or remove it and use the best of the others: "
             "'training.resume_anyway=[best]'",
             problem_id="checkpoint-damaged",
@@ -130,4 +130,4 @@ def _wrong_anywhere(checkpoint: Path, record: CheckpointRecord) -> str | None:
     """Why a checkpoint is damaged, on every rank; each rank reads its share of the files."""
     own_share = share_of({name: entry.size for name, entry in record.files.items()}, *rank_and_size())
     reasons = on_every_rank(lambda: wrong_hash(checkpoint, [(name, record.files[name]) for name in own_share]))
-    return next((why for why in reasons if why is not None), None)
+    return next((problem for problem in reasons if problem is not None), None)

@@ -61,7 +61,7 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
 
     Also those of a named checkpoint and of task files, and those that variables passed to the container name.
     """
-    from tunebook.checkpoint.choose import named_by  # takes half a second to import
+    from tunebook.checkpoint.choose import resume_folder  # takes half a second to import
 
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
@@ -72,9 +72,9 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
     tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
-    for read in (named_by(config), *(resolve_path(task).parent for task in tasks)):
-        if read is not None and read.is_dir() and not any(read.is_relative_to(place) for place in places):
-            places.append(str(read))
+    for source in (resume_folder(config), *(resolve_path(task).parent for task in tasks)):
+        if source is not None and source.is_dir() and not any(source.is_relative_to(place) for place in places):
+            places.append(str(source))
     return list(dict.fromkeys([*places, *_named_folders().values()]))
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.choose import named_by
-from tunebook.checkpoint.verify import newest_checkpoint, passed_over
+from tunebook.checkpoint.choose import resume_folder
+from tunebook.checkpoint.verify import newest_checkpoint, skipped_checkpoints
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import changed_settings, result_settings
@@ -57,8 +57,8 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
             # The newest run of this configuration decides: if it has finished, there is nothing to resume.
             if is_unfinished and (newest_checkpoint(folder) is not None or is_trained(folder, config)):
                 return folder
-            for checkpoint, why in passed_over(folder).items() if is_unfinished else ():
-                say(f"not resuming from {checkpoint}: {why}")
+            for checkpoint, problem in skipped_checkpoints(folder).items() if is_unfinished else ():
+                say(f"not resuming from {checkpoint}: {problem}")
             return None
         if is_unfinished and is_newest and config.training.resume == "auto":
             changes = [f"{key} was {as_typed(before)} and is {as_typed(now)}" for key, before, now in differing]
@@ -115,7 +115,7 @@ def _differences(config: RunConfig, theirs: RunConfig) -> list[tuple[str, Any, A
 
 def _has_same_start(config: RunConfig, theirs: RunConfig) -> bool:
     """Whether their run started where `training.resume` says; otherwise its losses differ."""
-    named, begun = named_by(config), named_by(theirs)
+    named, begun = resume_folder(config), resume_folder(theirs)
     if named is None:
         return True
     if begun is None or begun.resolve() != named.resolve():

@@ -89,19 +89,19 @@ def slurm(*command: str, input_text: str | None = None) -> str:
         raise _out_of_reach(f"{command[0]} did not answer within {_CLIENT_TIMEOUT_S:g} s") from error
     if answer.returncode == 0:
         return answer.stdout
-    why = "; ".join(answer.stderr.strip().splitlines())
-    if any(text in why.lower() for text in _OUT_OF_REACH):
-        raise _out_of_reach(why)
+    reason = "; ".join(answer.stderr.strip().splitlines())
+    if any(text in reason.lower() for text in _OUT_OF_REACH):
+        raise _out_of_reach(reason)
     subject = "the job" if command[0] == "sbatch" else command[0]
     raise RequestError(
-        f"Slurm refuses {subject}: {why}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
+        f"Slurm refuses {subject}: {reason}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
         "launcher.partition, launcher.account, hardware.num_nodes",
         problem_id="slurm-refused",
     )
 
 
-def _out_of_reach(why: str) -> TunebookError:
-    message = f"Slurm's controller is not reachable ({why}); look with: scontrol ping"
+def _out_of_reach(reason: str) -> TunebookError:
+    message = f"Slurm's controller is not reachable ({reason}); look with: scontrol ping"
     return TunebookError(message, problem_id="slurm-out-of-reach")
 
 

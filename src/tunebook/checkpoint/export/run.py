@@ -28,20 +28,20 @@ from tunebook.checkpoint.export.model import (
 )
 from tunebook.checkpoint.export.weights import Form, form_of, read_weights
 from tunebook.checkpoint.export.write import (
+    apply_umask,
     compare,
     logits_of,
     new_folder,
     save_adapter,
     save_model,
-    share,
 )
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, named_as_checkpoints, step_of
 from tunebook.checkpoint.save import seal_files
 from tunebook.checkpoint.verify import (
     MODEL_FOLDER,
     newest_checkpoint,
-    passed_over,
     require_unchanged_model,
+    skipped_checkpoints,
     verified_record,
 )
 from tunebook.config.choices import PeftMethod
@@ -131,7 +131,7 @@ def choose_source(run: RunRecord, checkpoint: str | None) -> tuple[Path, int | N
         folder = checkpoints / (f"checkpoint-{checkpoint}" if checkpoint.isdecimal() else checkpoint)
     names = [path.name for path in reversed(named_as_checkpoints(checkpoints)) if not path.is_symlink()]
     if folder is None or folder.name not in names or folder.parent != checkpoints:
-        skipped = "".join(f"; {path.name}: {why}" for path, why in passed_over(run.folder).items())
+        skipped = "".join(f"; {path.name}: {problem}" for path, problem in skipped_checkpoints(run.folder).items())
         raise RequestError(
             f"there is no complete checkpoint to export in {run.folder}, or not the named one; its checkpoints: "
             f"{', '.join(names) or 'none'}{skipped}. Name one with --checkpoint STEP, or resume the run until it has "
@@ -198,7 +198,7 @@ def _write(
         written = compare(folder, own, cast, config)
     tokenizer.save_pretrained(str(folder))
     for file in folder.iterdir():
-        share(file)
+        apply_umask(file)
     origin = ExportOrigin(
         **asdict(recorded),
         **asdict(written),

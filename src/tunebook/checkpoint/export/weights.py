@@ -95,10 +95,12 @@ def _zero_weights(checkpoint: Path, *, is_adapter: bool) -> Weights:
     return {name: tensor.contiguous() for name, tensor in lazy.items()}
 
 
-def require_package(name: str, why: str) -> None:
+def require_package(name: str, reason: str) -> None:
     """Raises: RequestError if a package is not installed."""
     if find_spec(name) is None:
-        raise RequestError(f"{why}, and {name} is not installed; type: pip install {name}", problem_id="export-package")
+        raise RequestError(
+            f"{reason}, and {name} is not installed; type: pip install {name}", problem_id="export-package"
+        )
 
 
 def _adapter_names(weights: Weights) -> Weights:

@@ -70,7 +70,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def share(file: Path) -> None:
+def apply_umask(file: Path) -> None:
     """Set a file's permissions by the user's umask: safetensors makes files readable by their owner only."""
     mask = os.umask(0)
     os.umask(mask)
