@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
-from tunebook.errors import Problem, RequestError, RulesError
+from tunebook.errors import RequestError
 from tunebook.launch.commands import DIES_WITH_PARENT, RANK
 from tunebook.launch.local import load_shared_config, refuse_other_node
 from tunebook.launch.logs import rank_log
@@ -39,18 +40,16 @@ _ASK_EVERY_S = 1.0
 
 
 def check_ray(config: RunConfig) -> None:
-    """Raises: RulesError without the package, RequestError if the cluster is unreachable or too small."""
+    """Raises: RequestError without the package, and if the cluster is unreachable or too small."""
     settings = config.launcher
     assert isinstance(settings, RayConfig)
-    try:
-        metadata.version("ray")
-    except metadata.PackageNotFoundError as error:
-        fix = (
-            "pip install 'tunebook[ray]', or in a checkout: python -m pip install --no-deps --require-hashes -r "
-            "docker/requirements-ray.lock; in a container, take an image of yours with it (docker/README.md)"
+    if find_spec("ray") is None:
+        raise RequestError(
+            "launcher=ray: the package ray is not installed; type: pip install 'tunebook[ray]', or in a checkout: "
+            "python -m pip install --no-deps --require-hashes -r docker/requirements-ray.lock (for "
+            "containers see docker/README.md)",
+            problem_id="missing-package",
         )
-        problem = Problem(id="missing-package", key="launcher", message="the package ray is not installed", fix=fix)
-        raise RulesError([problem]) from error
     if settings.address == "local":
         return
     resources = cluster_resources(settings.address)
