@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 
@@ -195,11 +194,15 @@ class CheckpointSaver:
         """Name a checkpoint whose files are flushed, then write its record. For the first rank."""
         unfinished, final = checkpoint_path(self.unfinished, step), checkpoint_path(self.folder, step)
         _flush_folders(unfinished)
+        versions: dict[str, str] = {}
+        for name in _PACKAGES:
+            with suppress(PackageNotFoundError):
+                versions[name] = version(name)
         record = CheckpointRecord(
             step=step,
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.perf_counter() - self._began, 3),
-            versions={name: version(name) for name in _PACKAGES if find_spec(name) is not None},
+            versions=versions,
             identity=self.identity,
             files=files,
         )
