@@ -1,4 +1,4 @@
-"""Processes: start one, find and end its descendants, run a program that may hang, and count requests to stop.
+"""Processes: start one, find and end its descendants, and run a program that may hang.
 
 None may continue unnoticed after a `kill -9` of its parent. So the standard input of a started process is a pipe that
 ends with the parent (`stop_when_input_ends`), and this process can adopt its descendants whose parent dies.
@@ -26,7 +26,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ENDS_WITH_INPUT = "TUNEBOOK_ENDS_WITH_INPUT"  # variable
 _POLL_S = 0.1
-_SAME_WITHIN_S = 2.0
 _DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
 _LONGEST_ANSWER = 1 << 20  # bytes
 _DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
@@ -48,30 +47,6 @@ def handling_signals(
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-class RequestCount:
-    """Counts requests to stop. Only Ctrl-C counts a second time, and only two seconds after the first.
-
-    Other signals arrive several times for one reason: both the shell and the kernel report a closed terminal. A second
-    request means "do not save" and would lose the steps since the last checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._last = 0.0
-
-    def take(self, number: int) -> int:
-        """Return the number of this request, from 1; 0 if it belongs to the one before.
-
-        After the first line it calls no function: the next signal may interrupt a handler at a call.
-        """
-        now = time.monotonic()
-        if self.num and (number != signal.SIGINT or now - self._last < _SAME_WITHIN_S):
-            return 0
-        self.num += 1
-        self._last = now
-        return self.num
 
 
 def own_cores() -> list[int]:

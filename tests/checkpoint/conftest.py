@@ -10,23 +10,38 @@ from pathlib import Path
 import pytest
 
 from tunebook.checkpoint.record import Identity
+from tunebook.config.choices import Generation, PeftMethod, Strategy
+from tunebook.config.frozen import plain_config
 from tunebook.config.identity import config_hash, result_settings
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import (
+    DatasetConfig,
+    HardwareConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PeftSettings,
+    RunConfig,
+)
 from tunebook.record.manifest import describe_model
-
-from ..conftest import config_of
 
 
 @pytest.fixture(scope="session")
 def resolved() -> RunConfig:
-    """The quickstart, on two ranks of a CPU."""
-    words = ["parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2"]
-    return config_of("quickstart", *words)
+    """A small model, on two ranks of a CPU."""
+    return plain_config(
+        recipe="small",
+        model=ModelConfig(path="book:recipes/quickstart/model"),
+        dataset=DatasetConfig(path="train.jsonl"),
+        hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=2),
+        parallelism=ParallelismConfig(strategy=Strategy.ddp),
+        peft=PeftSettings(method=PeftMethod.full),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
 
 
 @pytest.fixture
 def config(resolved: RunConfig) -> RunConfig:
-    """The quickstart, for a test to change."""
+    """The same, for a test to change."""
     return copy.deepcopy(resolved)
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
-import torch.distributed
 
-from tunebook.checkpoint import collectives
 from tunebook.checkpoint.collectives import (
     background_group,
     on_every_rank,
@@ -15,7 +11,6 @@ from tunebook.checkpoint.collectives import (
     rank_and_size,
     share_of,
 )
-from tunebook.errors import TunebookError
 
 SIZES = {"a": 5, "b": 4, "c": 3, "d": 3, "empty": 0, "nothing": 0}
 
@@ -24,19 +19,6 @@ def test_each_file_is_one_ranks() -> None:
     shares = [share_of(SIZES, rank, 3) for rank in range(3)]
     assert shares == [["a", "d"], ["b", "empty"], ["c", "nothing"]]
     assert [share_of({"a": 1}, rank, 3) for rank in range(3)] == [["a"], [], []]
-
-
-def test_ranks_that_gloo_cannot_connect_are_told_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**settings: object) -> None:
-        assert settings == {"backend": "gloo", "timeout": timedelta(seconds=5)}
-        raise RuntimeError("Connection refused\nand more")
-
-    monkeypatch.setattr(collectives, "rank_and_size", lambda: (0, 2))
-    monkeypatch.setattr(torch.distributed, "new_group", fail)
-    with pytest.raises(TunebookError, match=r"needs: Connection refused\. Name .* GLOO_SOCKET_IFNAME") as raised:
-        background_group(5)
-    assert raised.value.problem_id == "no-talk-beside-training"
-    assert raised.value.message.endswith("training.save_in_background=false")
 
 
 def test_one_rank_is_all_ranks() -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from tunebook.checkpoint.record import Identity
-from tunebook.checkpoint.resharding import needs_universal, write_universal
-from tunebook.errors import TunebookError
+from tunebook.checkpoint.resharding import needs_universal
 
 
 @pytest.mark.parametrize(
@@ -25,23 +20,3 @@ def test_only_zero_on_another_number_of_ranks_needs_it(
     theirs = replace(identity, strategy=strategy)
     assert theirs.world_size == 2
     assert needs_universal(theirs, replace(theirs, world_size=ranks)) is is_needed
-
-
-def test_shards_that_deepspeed_does_not_know_are_an_error(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
-    shard = io.BytesIO()
-    torch.save({"optimizer_state_dict": {}}, shard)
-    files = {
-        "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt": shard.getvalue(),
-        "trainer_state.json": b"{}",
-        "rng_state_1.pth": b"",
-        "model.safetensors": b"",
-    }
-    checkpoint = make_checkpoint(tmp_path, 4, files)
-    place = tmp_path / "place"
-    (place / "universal-checkpoint-4" / "old").mkdir(parents=True)  # of an attempt that was killed
-    with pytest.raises(TunebookError, match=r"checkpoint-4 cannot be resharded .*as many ranks as saved it") as raised:
-        write_universal(checkpoint, place)
-    assert raised.value.problem_id == "checkpoint-not-resharded"
-    left = sorted(path.name for path in (place / "universal-checkpoint-4").iterdir() if path.is_file())
-    assert left == ["rng_state_1.pth", "trainer_state.json"]
-    assert not (place / "universal-checkpoint-4" / "old").exists()

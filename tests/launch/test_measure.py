@@ -1,4 +1,4 @@
-"""`plan --measure` without ranks: what is refused, what becomes of each end of the two steps, and who uses it after."""
+"""`plan --measure` without ranks: what is refused, and the result of each end of the two steps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tunebook.commands.plan import plan_command
-from tunebook.commands.preflight import require_runnable
-from tunebook.commands.train import plan_job
-from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.data.batch import BatchPlan
+from tunebook.errors import RequestError, TunebookError
+from tunebook.hardware.detect import Machine
 from tunebook.hardware.disk import disk_full
 from tunebook.launch import measure as module
+from tunebook.launch.measure import measure, require_measurable
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.run_folder import Outcome
 
 LINE = {"loss": 7.0, "memory_gib": [0.75], "tokens_per_second_per_gpu": 90.0}
 RAN_OUT = "the memory of the host ran out before the first step was over; take fewer rows. There is no good checkpoint"
+MACHINE = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+BATCH = BatchPlan(
+    global_samples=1, global_tokens=None, world_size=1, micro_batch_size=1, accumulation=1, rows_per_step=1,
+    row_length=64, is_packed=False, is_estimate=False, documents_per_step=1, tokens_per_step=None, num_documents=None,
+    steps_per_epoch=None, total_steps=1,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -28,93 +34,53 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def steps_end(monkeypatch):
-    """`steps_end(0)`: let the two steps end so; the folders they were trained in."""
-    folders: list[Path] = []
+def measured(small, monkeypatch):
+    """Measure a configuration whose two steps end so; returns the measurement and the folder of the steps."""
 
-    def end(exit_code: int, reason: str = "finished", num_lines: int = 2) -> list[Path]:
+    def end(exit_code=0, reason="finished", num_lines=2):
+        folders: list[Path] = []
+
         def train(_config, folder, _plan):
             folders.append(folder)
             lines = [json.dumps(LINE | {"step": step}) + "\n" for step in range(1, num_lines + 1)]
             (folder / METRICS_FILE).write_text("".join(lines))
-            said = reason if reason != "full" else f"{disk_full(folder).message}. There is no good checkpoint"
+            said = f"{disk_full(folder).message}. There is no good checkpoint" if reason == "full" else reason
             return Outcome(rank=0, exit_code=exit_code, reason=said, step=None, last_checkpoint=None)
 
         monkeypatch.setattr(module, "_train", train)
-        return folders
+        config = small()
+        config.training.max_length = 64
+        return measure(config, BATCH, MACHINE, Console(file=io.StringIO()), {}), folders
 
     return end
 
 
-def planned(*words: str, recipe: str = "quickstart") -> str:
-    console = Console(file=io.StringIO(), width=160)
-    assert plan_command(recipe, [*words], [], console, is_measured=True) == 0
-    return console.file.getvalue()
+def test_the_two_steps_are_trained_once_and_their_folder_is_removed(measured):
+    measurement, (folder,) = measured()
+    assert (measurement.memory_gib, measurement.row_length, measurement.ran_out) == ([0.75], 64, None)
+    assert not folder.exists()
+    assert measured() == (measurement, [])
 
 
-def as_json(capsys, *words: str, is_measured: bool = False):
-    code = plan_command("quickstart", [*words], [], Console(), as_json=True, is_measured=is_measured)
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_the_two_steps_are_trained_once_and_their_folder_is_removed(steps_end, capsys):
-    folders = steps_end(0)
-    assert "fits: two steps with rows of 1,024 tokens, measured on " in planned()
-    assert "0.75 GiB in all" in planned("training.seed=3")
-    assert (len(folders), folders[0].exists()) == (1, False)
-    planned("training.micro_batch_size=2")
-    assert len(folders) == 2
-    for words, source in (((), "measured"), (("training.max_length=64",), "estimated")):
-        code, plan = as_json(capsys, *words)
-        assert (code, plan["fits"], plan["memory_source"]) == (0, True, source)
-    assert plan["measured"] is None
-
-
-def test_memory_that_runs_out_is_an_answer_and_is_remembered(steps_end, capsys):
-    folders = steps_end(3, RAN_OUT, 0)
-    for _ in range(2):
-        with pytest.raises(DoesNotFitError, match=r"as measured, .* host ran out"):
-            planned()
-    assert len(folders) == 1
-    code, plan = as_json(capsys)
-    assert (code, plan["fits"], plan["memory_source"]) == (3, False, "measured")
-    assert plan["measured"]["ran_out"] == RAN_OUT.partition(". ")[0]
-    with pytest.raises(DoesNotFitError, match="as measured, this plan does not fit"):
-        require_runnable(plan_job("quickstart", ["evaluation=none"], []))
+def test_memory_that_runs_out_is_a_result_and_is_remembered(measured):
+    measurement, _ = measured(3, RAN_OUT, 0)
+    assert measurement.ran_out == RAN_OUT.partition(". ")[0]
+    assert measured() == (measurement, [])
 
 
 @pytest.mark.parametrize(
     ("exit_code", "reason", "num_lines"), [(1, "ValueError: a bug", 0), (3, "full", 0), (0, "finished", 1)]
 )
-def test_any_other_end_is_an_error_of_which_nothing_is_kept(steps_end, tmp_path, exit_code, reason, num_lines):
-    steps_end(exit_code, reason, num_lines)
-    with pytest.raises(TunebookError, match="the two steps of --measure failed, and nothing was measured: ") as caught:
-        planned()
+def test_any_other_end_is_an_error_and_nothing_is_kept(measured, exit_code, reason, num_lines):
+    with pytest.raises(TunebookError) as caught:
+        measured(exit_code, reason, num_lines)
     assert caught.value.problem_id == "measure-failed"
-    assert not list((tmp_path / "cache" / "measured_memory").rglob("*.json"))
+    assert len(measured()[1]) == 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("launcher=slurm",),
-        ("launcher=ray",),
-        ("hardware.num_nodes=2", "parallelism=ddp", "launcher.master_address=a"),
-    ],
-)
-def test_ranks_that_start_elsewhere_are_refused(steps_end, capsys, words):
-    folders = steps_end(0)
-    with pytest.raises(RequestError, match=r"on a node: launcher=local hardware.num_nodes=1") as caught:
-        planned(*words)
+@pytest.mark.parametrize(("launcher", "nodes"), [("slurm", 1), ("ray", 1), ("local", 2)])
+def test_ranks_that_start_elsewhere_are_refused(small, launcher, nodes):
+    with pytest.raises(RequestError) as caught:
+        require_measurable(small(launcher, nodes=nodes))
     assert caught.value.problem_id == "measure-elsewhere"
-    code, plan = as_json(capsys, *words, is_measured=True)
-    assert (code, plan["problems"][-1]["id"], folders) == (2, "measure-elsewhere", [])
-
-
-def test_gpus_that_are_not_here_and_missing_weights_are_refused(steps_end):
-    folders = steps_end(0)
-    with pytest.raises(RequestError):
-        planned("hardware=hopper", recipe="qwen05b_single")
-    with pytest.raises(RequestError):
-        planned("hardware=cpu", recipe="qwen05b_single")
-    assert folders == []
+    require_measurable(small())

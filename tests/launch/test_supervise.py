@@ -9,27 +9,28 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.config.choices import Generation
 from tunebook.launch.supervise import StopRequests, run_and_wait
 from tunebook.train.environment import handed_on, rank_environment
 
-from ..conftest import config_of, wait_for
+from ..conftest import wait_for
 
 APART_S = 0.3  # two requests, and not one that came twice
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0"), ("3,5", "3"), ("GPU-aa,GPU-bb", "GPU-aa")])
-def test_one_rank_sees_one_gpu(visible, expected):
+def test_one_rank_sees_one_gpu(small, visible, expected):
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    config = config_of("qwen05b_single")
-    assert rank_environment(config, inherited)["CUDA_VISIBLE_DEVICES"] == expected
+    assert rank_environment(small(), inherited)["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_eight_ranks_see_eight_gpus():
-    assert rank_environment(config_of("qwen3b_zero2"), {})["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+def test_eight_ranks_see_eight_gpus(small):
+    assert rank_environment(small(gpus=8), {})["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
-def test_a_cpu_run_leaves_the_gpus_alone_and_keeps_what_the_user_set():
-    environment = rank_environment(config_of("quickstart"), {"OMP_WAIT_POLICY": "ACTIVE", "PATH": "/usr/bin"})
+def test_a_cpu_run_leaves_the_gpus_alone_and_keeps_what_the_user_set(small):
+    cpu = small(generation=Generation.cpu)
+    environment = rank_environment(cpu, {"OMP_WAIT_POLICY": "ACTIVE", "PATH": "/usr/bin"})
     assert "CUDA_VISIBLE_DEVICES" not in environment
     assert (environment["OMP_WAIT_POLICY"], environment["DS_ACCELERATOR"]) == ("ACTIVE", "cpu")
     assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
@@ -43,16 +44,16 @@ def test_a_cpu_run_leaves_the_gpus_alone_and_keeps_what_the_user_set():
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),  # by its old name, and switched off
     ],
 )
-def test_the_allocators_segments_grow_unless_the_user_says_how(inherited, expected):
-    environment = rank_environment(config_of("qwen05b_single"), inherited)
+def test_the_allocators_segments_grow_unless_the_user_says_how(small, inherited, expected):
+    environment = rank_environment(small(), inherited)
     assert {name: text for name, text in environment.items() if "ALLOC_CONF" in name} == expected
 
 
-def test_several_ranks_share_the_cores():
-    two = config_of("quickstart", "hardware=cpu", "hardware.gpus_per_node=2", "parallelism=ddp")
+def test_several_ranks_share_the_cores(small):
+    two = small(gpus=2, generation=Generation.cpu)
     assert rank_environment(two, {})["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))
     assert rank_environment(two, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
-    assert "OMP_NUM_THREADS" not in rank_environment(config_of("quickstart"), {})
+    assert "OMP_NUM_THREADS" not in rank_environment(small(generation=Generation.cpu), {})
 
 
 def test_ranks_elsewhere_get_the_settings_and_nothing_of_other_programs():
@@ -86,7 +87,7 @@ child.wait()
 @pytest.fixture
 def request_stops(tmp_path, monkeypatch):
     """Send this process signals once its command runs."""
-    monkeypatch.setattr("tunebook.processes._SAME_WITHIN_S", APART_S / 2)
+    monkeypatch.setattr("tunebook.launch.supervise._SAME_WITHIN_S", APART_S / 2)
     running, is_over = tmp_path / "running", threading.Event()
 
     def send(numbers):
@@ -126,14 +127,14 @@ def test_a_second_ctrl_c_kills_the_command_and_what_it_started(request_stops):
     wait_for(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_request_that_comes_several_times_is_one_and_costs_no_save(number, monkeypatch):
     requests = StopRequests()
     with requests.listening():
         for _ in range(3):
             os.kill(os.getpid(), number)
         assert (requests.first, requests.is_urgent) == (number.name, False)
-        monkeypatch.setattr("tunebook.processes._SAME_WITHIN_S", 0.0)
+        monkeypatch.setattr("tunebook.launch.supervise._SAME_WITHIN_S", 0.0)
         if number is not signal.SIGINT:
             os.kill(os.getpid(), number)
             assert not requests.is_urgent

@@ -171,7 +171,7 @@ def test_ctrl_c_lets_the_trial_save_and_starts_no_other(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunebook.processes._SAME_WITHIN_S", 0.2)
+    monkeypatch.setattr("tunebook.launch.supervise._SAME_WITHIN_S", 0.2)
     watcher = interrupt_when(tmp_path / "running", times=2)
     result = run_one(IGNORES_REQUESTS, tmp_path)
     watcher.join()

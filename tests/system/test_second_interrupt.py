@@ -1,4 +1,4 @@
-"""Ctrl-C twice ends the command in every state, also where a library's code waits and no handler of Python's runs."""
+"""Ctrl-C twice ends a run whose ranks or evaluation hang in a library's code, where no handler of Python's runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# What each state has hang: a rank before it meets the other, the preparation, the evaluation's own process. Each says
-# so by a file, and then waits for a lock in C code that it holds itself.
+# What each state has hang: a rank before it meets the other, or the evaluation's own process. It says so by a file, and
+# then waits for a lock in C code that it holds itself.
 HANG = """
 import ctypes, os, pathlib, sys
 
@@ -23,9 +23,6 @@ state, module = os.environ["HANG_IN"], sys.orig_argv[2:3]
 if state == "rendezvous" and os.environ.get("RANK") == "1":
     import tunebook.train.spread
     tunebook.train.spread.join_ranks = hang
-elif state == "preparation" and module != ["tunebook.train"]:
-    import tunebook.data.prepare
-    tunebook.data.prepare.prepare = hang
 elif state == "evaluation" and module == ["tunebook.evaluate"]:
     import tunebook.evaluate.worker
     tunebook.evaluate.worker.main = hang
@@ -33,7 +30,6 @@ elif state == "evaluation" and module == ["tunebook.evaluate"]:
 APART_S = 2.5  # two requests: those within two seconds are one
 STATES = {
     "rendezvous": ["evaluation=none", "parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2"],
-    "preparation": ["evaluation=none"],
     "evaluation": ["evaluation.before=true"],
 }
 

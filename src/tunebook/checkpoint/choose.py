@@ -8,15 +8,13 @@ hash among them. Every skipped checkpoint is reported with the reason.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from itertools import takewhile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunebook.checkpoint.collectives import on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.identity import require_same
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, RECORD_FILE, CheckpointRecord, Identity
-from tunebook.checkpoint.retention import clean_up
+from tunebook.checkpoint.save import clean_up
 from tunebook.checkpoint.verify import Candidate, candidates_in, examine, wrong_hash
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import RESUME_WORDS
@@ -32,15 +30,7 @@ def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> P
     Raises: RequestError for a checkpoint of another run, or a named folder without one; DataError for a named
     checkpoint that is damaged.
     """
-    found = candidates_in(run / CHECKPOINTS_FOLDER) if run is not None else []
-    named = named_by(config)
-    chosen = _first_sound(found, config, own)
-    if chosen is None and named is not None:
-        reasons: list[str] = []
-        chosen = _first_sound(named_candidates(named), config, own, report=reasons.append)
-        if chosen is None:
-            raise _damaged(named, "; ".join(reasons))
-    return chosen
+    return _first_sound(config, run, own, check=lambda path, record: None, report=lambda line: None)
 
 
 def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Callable[[str], None]) -> Path | None:
@@ -48,51 +38,53 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
 
     A collective; `report` is called on every rank. Raises: as `expected_checkpoint`.
     """
-    checkpoints, named = run / CHECKPOINTS_FOLDER, named_by(config)
+    checkpoints = run / CHECKPOINTS_FOLDER
+
+    def check(checkpoint: Path, record: CheckpointRecord) -> str | None:
+        problem = _wrong_anywhere(checkpoint, record)
+        if problem is not None and checkpoint.parent == checkpoints:  # or it would count as one of the newest that stay
+            on_first_rank(lambda: checkpoint.rename(checkpoints / f"damaged-{checkpoint.name}"))
+        return problem
+
     on_first_rank(lambda: clean_up(checkpoints))
-    found = on_first_rank(lambda: candidates_in(checkpoints))
-    chosen = _first_sound(found, config, own, _wrong_anywhere, report)
-    if chosen is not None:
-        passed = list(takewhile(lambda one: one.path != chosen, found))
-        on_first_rank(lambda: _set_aside(passed))
-    elif named is not None:
-        found = on_first_rank(lambda: named_candidates(named))
-        chosen = _first_sound(found, config, own, _wrong_anywhere, report)
-        if chosen is None:
-            raise _damaged(named, "the reasons are printed above")
-    return chosen
+    return _first_sound(config, run, own, check, report)
 
 
 def _first_sound(
-    found: Iterable[Candidate],
-    config: RunConfig,
-    own: Identity,
-    check: Check = lambda path, record: None,
-    report: Callable[[str], None] = lambda line: None,
+    config: RunConfig, run: Path | None, own: Identity, check: Check, report: Callable[[str], None]
 ) -> Path | None:
-    for one in found:
-        why = one.why_not
-        if one.record is not None:
-            require_same(one.path, one.record, own, config.training.resume_anyway)
-            why = check(one.path, one.record)
-            if why is None:
-                return one.path
-        report(f"{one.path} is passed over: {why}")
-    return None
+    """The first checkpoint that is complete and passes `check`: of the run's own, then of the named ones."""
+    named, reasons = resume_folder(config), []
+    of_run = on_first_rank(lambda: candidates_in(run / CHECKPOINTS_FOLDER)) if run is not None else []
+    for candidate in _then_named(of_run, named):
+        problem = candidate.problem
+        if candidate.record is not None:
+            require_same(candidate.path, candidate.record, own, config.training.resume_anyway)
+            problem = check(candidate.path, candidate.record)
+            if problem is None:
+                return candidate.path
+        reasons.append(f"{candidate.path} is passed over: {problem}")
+        report(reasons[-1])
+    if named is None:
+        return None
+    raise DataError(
+        f"training.resume={named} holds no complete checkpoint: {'; '.join(reasons)}; name another checkpoint, restore "
+        "this one from a copy, or start again with training.resume=never",
+        problem_id="checkpoint-damaged",
+    )
 
 
-def _set_aside(passed: list[Candidate]) -> None:
-    """Rename what has the right sizes but other content, or it would count as one of the newest that stay."""
-    for one in passed:
-        if one.record is not None:
-            with suppress(OSError):
-                one.path.rename(one.path.with_name(f"damaged-{one.path.name}"))
+def _then_named(of_run: list[Candidate], named: Path | None) -> Iterator[Candidate]:
+    """The named folder is read only if no checkpoint of the run is sound."""
+    yield from of_run
+    if named is not None:
+        yield from on_first_rank(lambda: named_candidates(named))
 
 
-def named_by(config: RunConfig) -> Path | None:
+def resume_folder(config: RunConfig) -> Path | None:
     """The folder that `training.resume` names; None for one of its keywords."""
-    word = config.training.resume
-    return None if word in RESUME_WORDS else resolve_path(word)
+    resume = config.training.resume
+    return None if resume in RESUME_WORDS else resolve_path(resume)
 
 
 def same_command(config: RunConfig, option: str = "") -> str:
@@ -110,32 +102,24 @@ def named_candidates(named: Path) -> list[Candidate]:
     Raises: RequestError for a folder that is neither, and for checkpoints of other programs.
     """
     named = named.resolve()
-    found = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [examine(named)]
-    if not any((one.path / RECORD_FILE).is_file() for one in found):
-        why = found[0].why_not if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
+    candidates = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [examine(named)]
+    if not any((candidate.path / RECORD_FILE).is_file() for candidate in candidates):
+        problem = candidates[0].problem if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
         raise RequestError(
-            f"training.resume={named} is no checkpoint to resume from: {why}; name a run folder, or a folder "
+            f"training.resume={named} is no checkpoint to resume from: {problem}; name a run folder, or a folder "
             f"checkpoint-<step> in its checkpoints; to start from other weights: model.path={named}",
             problem_id="checkpoint-not-usable",
         )
-    return found
-
-
-def _damaged(named: Path, why: str) -> DataError:
-    return DataError(
-        f"training.resume={named} holds no complete checkpoint: {why}; name another checkpoint, restore this one from "
-        "a copy, or start again with training.resume=never",
-        problem_id="checkpoint-damaged",
-    )
+    return candidates
 
 
 def require_verified(checkpoint: Path) -> None:
     """Refuse a damaged best checkpoint; each rank reads a share of it. Raises: DataError."""
-    found = on_first_rank(lambda: examine(checkpoint))
-    why = found.why_not if found.record is None else _wrong_anywhere(checkpoint, found.record)
-    if why is not None:
+    candidate = on_first_rank(lambda: examine(checkpoint))
+    problem = candidate.problem if candidate.record is None else _wrong_anywhere(checkpoint, candidate.record)
+    if problem is not None:
         raise DataError(
-            f"{checkpoint} cannot be loaded: {why}. It is the best by validation loss, so no other takes its place. "
+            f"{checkpoint} cannot be loaded: {problem}. It is the best by validation loss, so no other replaces it. "
             "Restore it from a copy and type the same command again; or remove it and use the best of the others: "
             "'training.resume_anyway=[best]'",
             problem_id="checkpoint-damaged",
@@ -144,6 +128,6 @@ def require_verified(checkpoint: Path) -> None:
 
 def _wrong_anywhere(checkpoint: Path, record: CheckpointRecord) -> str | None:
     """Why a checkpoint is damaged, on every rank; each rank reads its share of the files."""
-    mine = share_of({name: entry.size for name, entry in record.files.items()}, *rank_and_size())
-    found = on_every_rank(lambda: wrong_hash(checkpoint, [(name, record.files[name]) for name in mine]))
-    return next((why for why in found if why is not None), None)
+    own_share = share_of({name: entry.size for name, entry in record.files.items()}, *rank_and_size())
+    reasons = on_every_rank(lambda: wrong_hash(checkpoint, [(name, record.files[name]) for name in own_share]))
+    return next((problem for problem in reasons if problem is not None), None)

@@ -6,6 +6,7 @@ group, or its messages would mix with those of the training.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -21,10 +22,9 @@ Answer = TypeVar("Answer")
 
 def rank_and_size() -> tuple[int, int]:
     """This rank and the number of ranks."""
-    import torch.distributed
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    distributed: Any = sys.modules.get("torch.distributed")  # the launcher does without torch
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
 
 
@@ -38,8 +38,8 @@ def background_group(timeout_s: float) -> Group:
     import torch.distributed
 
     try:
-        made: Group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return made
+        group: Group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return group
     except Exception as error:
         raise TunebookError(
             f"the ranks cannot connect over gloo, which saving in the background needs: {first_line(error)}. "
@@ -51,42 +51,32 @@ def background_group(timeout_s: float) -> Group:
 
 def on_first_rank(work: Callable[[], Answer], group: Group = None) -> Answer:
     """The result of the first rank's work, on every rank. Raises: its error, on every rank."""
-    rank, size = rank_and_size()
-    if size == 1:
-        return work()
-    import torch.distributed
-
-    outcome: list[Any] = [_attempt(work) if rank == 0 else None]
-    torch.distributed.broadcast_object_list(outcome, src=0, group=group)
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    answer: Answer = result
+    is_first = rank_and_size()[0] == 0
+    results: list[Any] = on_every_rank(work if is_first else lambda: None, group)
+    answer: Answer = results[0]
     return answer
 
 
 def on_every_rank(work: Callable[[], Answer], group: Group = None) -> list[Answer]:
     """The results of all ranks' work, on every rank. Raises: the first rank's error, on every rank."""
     size = rank_and_size()[1]
-    ended: list[Any] = [_attempt(work)] * size
-    if size > 1:
-        import torch.distributed
+    if size == 1:
+        return [work()]
+    import torch.distributed
 
-        torch.distributed.all_gather_object(ended, ended[0], group=group)
-    for _, error in ended:
-        if error is not None:
-            raise error
-    return [result for result, _ in ended]
+    outcome: tuple[Answer | None, Exception | None]
+    try:
+        outcome = work(), None
+    except Exception as error:  # sent as a value: if only one rank raised it, the others would wait
+        outcome = None, error
+    outcomes: list[Any] = [None] * size
+    torch.distributed.all_gather_object(outcomes, outcome, group=group)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in outcomes]
 
 
 def share_of(sizes: Mapping[str, int], rank: int, num_ranks: int) -> list[str]:
     """The files that one rank reads: in turn, the largest first."""
     return sorted(sizes, key=lambda name: (-sizes[name], name))[rank::num_ranks]
-
-
-def _attempt(work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """Return an error as a value: if only one rank raised it, the others would wait."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error

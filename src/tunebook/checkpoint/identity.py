@@ -7,7 +7,7 @@ Some differences make a checkpoint impossible to load. Others change the result:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,16 @@ def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) 
 
 def require_same(checkpoint: Path, record: CheckpointRecord, own: Identity, anyway: list[ResumeAnyway]) -> None:
     """Refuse a checkpoint that a run cannot resume from, or only with another result. Raises: RequestError."""
-    found = list(differences(record.identity, own))
-    if impossible := [difference for difference in found if difference.allowed_by is None]:
+    differing = list(differences(record.identity, own))
+    if impossible := [difference for difference in differing if difference.allowed_by is None]:
         raise RequestError(
             f"{checkpoint} cannot be resumed from: {'; '.join(difference.text for difference in impossible)}. Resume "
             "with what it was saved with, or start from its weights, with a new optimizer: tunebook export, then "
             "model.path=THAT_FOLDER; to start again: training.resume=never",
             problem_id="checkpoint-of-another-run",
         )
-    refused = [difference for difference in found if difference.allowed_by not in anyway]
-    if refused:
-        names = [name.name for name in ResumeAnyway if any(other.allowed_by is name for other in found)]
+    if refused := [difference for difference in differing if difference.allowed_by not in anyway]:
+        names = [name.name for name in ResumeAnyway if any(other.allowed_by is name for other in differing)]
         raise RequestError(
             f"{checkpoint} is not of this run: {'; '.join(difference.text for difference in refused)}. Resuming "
             "from it would give another result than either run. To do so anyway: "
@@ -116,40 +115,29 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
         yield Difference(text=first_few(keys, _NUM_KEYS_NAMED), allowed_by=ResumeAnyway.config)
 
 
-def resumed_identity(theirs: Identity, own: Identity) -> Identity:
-    """The identity of the further checkpoints of a run that resumes from a checkpoint.
-
-    A checkpoint of a whole model has all weights, so its base stays the recorded one, whatever is in the base's folder
-    now.
-    """
-    if own.peft != PeftMethod.full.name:
-        return own
-    return replace(own, model=own.model | {"weights_fingerprint": theirs.model["weights_fingerprint"]})
-
-
 def _needed_to_load(identity: Identity) -> dict[str, Any]:
     """What must be the same to load a checkpoint: the model, which tensors there are, and how they lie on the disk."""
     strategy, model = Strategy[identity.strategy], identity.model
     # A model on the hub has a name; one in a folder, which may have moved, has its config.json.
     of_folder, on_hub = model["config_sha256"], f"{model['name']}@{model['revision']}"
     name = f"that with the config.json {of_folder[:12]}..." if of_folder is not None else on_hub
-    found: dict[str, Any] = {"the model": name, "peft": identity.peft, "parallelism": "single or ddp"}
+    needed: dict[str, Any] = {"the model": name, "peft": identity.peft, "parallelism": "single or ddp"}
     keys = ["optimizer.name"]
     if zero_stage(strategy) is not None:  # whose parameters may be assigned to the ranks one by one, in another order
-        found["parallelism"] = strategy.name
-        is_dealt_out = bool(identity.settings.get("parallelism", {}).get("round_robin_gradients"))
-        found["parallelism.round_robin_gradients"] = is_dealt_out
+        needed["parallelism"] = strategy.name
+        is_round_robin = bool(identity.settings.get("parallelism", {}).get("round_robin_gradients"))
+        needed["parallelism.round_robin_gradients"] = is_round_robin
     elif is_fsdp(strategy):
-        found["parallelism"] = "fsdp"
+        needed["parallelism"] = "fsdp"
         keys.append("parallelism.state_dict")
     if identity.peft != PeftMethod.full.name:
         keys += _OF_ADAPTERS
         if (fingerprint := model["weights_fingerprint"]) is not None:
-            found["the fingerprint of the base's weights"] = f"{fingerprint[:12]}..."
+            needed["the fingerprint of the base's weights"] = f"{fingerprint[:12]}..."
     for key in keys:
         section, _, last = key.partition(".")
-        found[key] = identity.settings.get(section, {}).get(last, default_of(key))
-    return found
+        needed[key] = identity.settings.get(section, {}).get(last, default_of(key))
+    return needed
 
 
 def _change(key: str, before: Any, now: Any) -> str:

@@ -80,8 +80,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def named_as_checkpoints(folder: Path) -> list[Path]:
     """Every folder `checkpoint-<step>` of a folder of checkpoints, newest first, complete or not."""
-    found = [path for path in folder.glob("checkpoint-*") if step_of(path) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+    paths = [path for path in folder.glob("checkpoint-*") if step_of(path) is not None and path.is_dir()]
+    return sorted(paths, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def read_record(checkpoint: Path) -> CheckpointRecord:

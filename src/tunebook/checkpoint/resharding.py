@@ -16,7 +16,6 @@ from typing import Any
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Strategy
-from tunebook.errors import TunebookError
 from tunebook.parallel.deepspeed import zero_stage
 
 # Other checkpoint files that the trainer reads. Weights, moments and DeepSpeed's state are in the universal folder.
@@ -32,7 +31,7 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
     """Write the universal form of a ZeRO checkpoint into a new folder in `place` and return its path. For one process.
 
     Takes the disk space of the checkpoint and the memory of the fp32 weights (under ZeRO-3 of one rank's shard).
-    Raises: OSError, TunebookError for shards that cannot be assembled, DataError for a shard that would run code.
+    Raises: DataError for a shard that would run code, any error of DeepSpeed.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -52,17 +51,8 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
         strict=True,
         inject_missing_state=True,  # state that only Megatron writes
     )
-    try:
-        with restricted_unpickling(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            ds_to_universal.main(arguments)
-    except (OSError, TunebookError):
-        raise
-    except Exception as error:
-        raise TunebookError(
-            f"{checkpoint} cannot be resharded for another number of ranks: {type(error).__name__}: {error}; resume "
-            "with as many ranks as saved it",
-            problem_id="checkpoint-not-resharded",
-        ) from error
+    with restricted_unpickling(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        ds_to_universal.main(arguments)
     return folder
 
 

@@ -5,10 +5,7 @@ share of the files; then the first rank names the folder and writes `complete.js
 moment has this checkpoint or the one before, never half of one.
 
 Training waits while the trainer writes; a thread of each rank may do the rest while training continues. The written
-files are a copy that no step changes, in the system's file cache until it is flushed. So a save takes up to its own
-size of host memory, which belongs to the system but counts against a container's limit; with less free memory the
-trainer's writes wait for the disk. On NFS, closing a file flushes it, and the trainer waits. At most one save is
-pending: the next one waits for it.
+files are a copy that no step changes. At most one save is pending: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -34,16 +31,15 @@ from tunebook.checkpoint.record import (
     CheckpointRecord,
     FileEntry,
     Identity,
-    UnreadableRecordError,
     checkpoint_path,
     list_files,
+    named_as_checkpoints,
     read_record,
+    step_of,
 )
-from tunebook.checkpoint.retention import clean_up, remove_old
 from tunebook.checkpoint.verify import complete_checkpoints, is_complete
-from tunebook.errors import TunebookError
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
-from tunebook.hardware.disk import FREE_SPACE, is_disk_full, require_space
+from tunebook.hardware.disk import FREE_SPACE, require_space
 
 _PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 
@@ -109,7 +105,7 @@ class CheckpointSaver:
     def begin(self, step: int) -> None:
         """Settle the save before, make the folder, and require as much free space as the checkpoint before takes.
 
-        Raises: the error of the save before; DoesNotFitError, TunebookError if nothing can be written.
+        Raises: the error of the save before, DoesNotFitError, OSError.
         """
         self.settle()
         self._began = time.perf_counter()
@@ -118,8 +114,8 @@ class CheckpointSaver:
     def finish(self, step: int, best_step: int | None) -> None:
         """Complete the checkpoint after every rank has written its part, and delete older ones.
 
-        In the background this only begins, and `settle` waits for it and raises. Raises: OSError, TunebookError, on
-        every rank; the checkpoint does not exist then.
+        In the background this only begins, and `settle` waits for it and raises. Raises: OSError, on every rank; the
+        checkpoint does not exist then.
         """
         on_every_rank(lambda: None)  # all have written
         if self.in_background:
@@ -148,9 +144,8 @@ class CheckpointSaver:
         """
         try:
             yield
-        except Exception as error:
-            if (failure := self._wait()) is not None:
-                error.add_note(f"The checkpoint of step {self._pending} was not completed either: {failure}")
+        except Exception:
+            self._wait()
             raise
         self.settle()
 
@@ -189,28 +184,30 @@ class CheckpointSaver:
         on_first_rank(lambda: remove_old(self.folder, newest=step, keep=self.keep, best=best_step), self._group)
 
     def _clear(self, step: int) -> None:
-        try:
-            clean_up(self.folder)
-            self.unfinished.mkdir(parents=True, exist_ok=True)
-            if complete := complete_checkpoints(self.folder):
-                advice = f"{FREE_SPACE}. The last good checkpoint is {complete[0]}"
-                needed = read_record(complete[0]).num_bytes
-                require_space(self.folder, needed, f"the checkpoint of step {step}", advice)
-        except OSError as error:
-            if is_disk_full(error):
-                raise
-            raise TunebookError(
-                f"the checkpoint of step {step} cannot be written to {self.folder}: {error.strerror}; make the folder "
-                "writable, or write elsewhere: outputs=/a/folder/of/yours",
-                problem_id="checkpoint-not-written",
-            ) from error
+        clean_up(self.folder)
+        self.unfinished.mkdir(parents=True, exist_ok=True)
+        if complete := complete_checkpoints(self.folder):
+            advice = f"{FREE_SPACE}. The last good checkpoint is {complete[0]}"
+            require_space(self.folder, read_record(complete[0]).num_bytes, f"the checkpoint of step {step}", advice)
 
     def _publish(self, step: int, files: dict[str, FileEntry]) -> None:
         """Name a checkpoint whose files are flushed, then write its record. For the first rank."""
         unfinished, final = checkpoint_path(self.unfinished, step), checkpoint_path(self.folder, step)
         _flush_folders(unfinished)
+        versions: dict[str, str] = {}
+        for name in _PACKAGES:
+            with suppress(PackageNotFoundError):
+                versions[name] = version(name)
+        record = CheckpointRecord(
+            step=step,
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(time.perf_counter() - self._began, 3),
+            versions=versions,
+            identity=self.identity,
+            files=files,
+        )
         # This file distinguishes a folder without a record yet from one that never had any.
-        atomic_write_json(unfinished / PENDING_FILE, asdict(self._record(step, files)))
+        atomic_write_json(unfinished / PENDING_FILE, asdict(record))
         if final.exists():  # damaged, or of an attempt that the run went back behind
             final.rename(self.unfinished / f"replaced-{final.name}-{secrets.token_hex(4)}")
         unfinished.rename(final)
@@ -219,25 +216,49 @@ class CheckpointSaver:
         flush_folder(final)
         clean_up(self.folder)
 
-    def _record(self, step: int, files: dict[str, FileEntry]) -> CheckpointRecord:
-        return CheckpointRecord(
-            step=step,
-            saved=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(time.perf_counter() - self._began, 3),
-            versions=_versions(),
-            identity=self.identity,
-            files=files,
-        )
+
+def remove_old(checkpoints: Path, *, newest: int, keep: int, best: int | None) -> None:
+    """Delete all complete checkpoints but the newest `keep` and the best, once the checkpoint `newest` is complete.
+
+    Those of later steps are of an attempt that the run went back behind, and are deleted, too. A checkpoint that cannot
+    be deleted stays: the run continues. Folders without a record are not Tunebook's and stay.
+    """
+    by_step = {step_of(path) or 0: path for path in complete_checkpoints(checkpoints)}
+    if newest not in by_step:  # never the last complete one
+        return
+    past = [step for step in sorted(by_step, reverse=True) if step <= newest]
+    kept = {newest, best, *past[: max(1, keep)]}
+    for step, path in by_step.items():
+        if step not in kept or step > newest:
+            remove_checkpoint(path)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Delete one checkpoint: rename it, then delete its files, so that no half is left. After an OSError it stays."""
+    aside = checkpoint.parent / UNFINISHED_FOLDER / f"removed-{checkpoint.name}-{secrets.token_hex(4)}"
+    with suppress(OSError):
+        aside.parent.mkdir(exist_ok=True)
+        checkpoint.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.rmdir()
+
+
+def clean_up(checkpoints: Path) -> None:
+    """Remove what an interrupted save or deletion has left behind. For one process at a time."""
+    shutil.rmtree(checkpoints / UNFINISHED_FOLDER, ignore_errors=True)
+    for checkpoint in named_as_checkpoints(checkpoints):
+        if (checkpoint / PENDING_FILE).is_file() and not (checkpoint / RECORD_FILE).exists():
+            remove_checkpoint(checkpoint)
 
 
 def seal_files(folder: Path, group: Group = None) -> dict[str, FileEntry]:
     """Flush and hash every file of a folder that all ranks see, each rank its share. A collective.
 
-    Returns the entries by path in the folder. Raises: OSError, TunebookError, on every rank.
+    Returns the entries by path in the folder. Raises: OSError, on every rank.
     """
-    sizes = on_first_rank(lambda: _files_to_record(folder), group)
-    mine = share_of(sizes, *rank_and_size())
-    shares = on_every_rank(lambda: {name: _seal(folder / name) for name in mine}, group)
+    sizes = on_first_rank(lambda: list_files(folder), group)
+    own_share = share_of(sizes, *rank_and_size())
+    shares = on_every_rank(lambda: {name: _seal(folder / name) for name in own_share}, group)
     return dict(sorted((name, entry) for share in shares for name, entry in share.items()))
 
 
@@ -261,20 +282,6 @@ def _flush_folders(top: Path) -> None:
         flush_folder(Path(folder))
 
 
-def _files_to_record(unfinished: Path) -> dict[str, int]:
-    """The files for the record. Raises: TunebookError for a checkpoint that could not be loaded."""
-    try:
-        sizes, why = list_files(unfinished), "nothing was written"
-    except UnreadableRecordError as error:
-        sizes, why = {}, str(error)
-    if not sizes:
-        raise TunebookError(
-            f"what was saved in {unfinished} cannot be completed: {why}; the checkpoint before it stays the newest",
-            problem_id="checkpoint-not-written",
-        )
-    return sizes
-
-
 def _seal(file: Path) -> FileEntry:
     """Flush a file to the disk and hash it. Raises: OSError."""
     with file.open("rb") as stream:
@@ -285,11 +292,3 @@ def _seal(file: Path) -> FileEntry:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

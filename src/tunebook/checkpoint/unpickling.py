@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tunebook.errors import DataError
 
-METADATA_FILE = ".metadata"
 # The classes in DeepSpeed 0.19's states, in addition to tensors and Python's own types.
 _OF_DEEPSPEED = (
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
@@ -93,23 +92,13 @@ def restricted_unpickling() -> Iterator[None]:
     filesystem.pickle = SimpleNamespace(**vars(pickle) | {"load": load_list_of_file})
     try:
         yield
-    except CheckpointException as error:  # no Exception; it holds one error for each rank
-        cause = refused[0] if refused else root_cause(error)
-        if isinstance(cause, DataError):
-            raise cause from error
+    except CheckpointException as error:  # no Exception; it holds one error and its traceback for each rank
+        causes = [*refused, *(cause[0] for cause in error.failures.values())]
+        if causes and isinstance(causes[0], DataError):
+            raise causes[0] from error
         raise
     finally:
         torch.load, filesystem.pickle = upstream
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first rank's error in a CheckpointException; any other error unchanged."""
-    failures = getattr(error, "failures", None)  # by rank, the error and its traceback
-    if not failures:
-        return error
-    first: Any = next(iter(failures.values()))
-    cause: BaseException = first[0] if isinstance(first, tuple) else first
-    return cause
 
 
 def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ class Candidate:
 
     path: Path
     record: CheckpointRecord | None = None
-    why_not: str | None = None
+    problem: str | None = None
 
 
 def examine(checkpoint: Path) -> Candidate:
@@ -46,15 +46,15 @@ def examine(checkpoint: Path) -> Candidate:
         record = read_record(checkpoint)
         sizes = list_files(checkpoint)
     except UnreadableRecordError as error:
-        return Candidate(path=checkpoint, why_not=str(error))
+        return Candidate(path=checkpoint, problem=str(error))
     except OSError as error:
-        return Candidate(path=checkpoint, why_not=f"it cannot be read ({error.strerror})")
-    why = _wrong_size(sizes, record.files)
-    if why is None and (added := sorted(sizes.keys() - record.files.keys())):
-        why = f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
-    if why is None and step_of(checkpoint) not in (None, record.step):
-        why = f"its record is of step {record.step}"
-    return Candidate(path=checkpoint, record=record if why is None else None, why_not=why)
+        return Candidate(path=checkpoint, problem=f"it cannot be read ({error.strerror})")
+    problem = _wrong_size(sizes, record.files)
+    if problem is None and (added := sorted(sizes.keys() - record.files.keys())):
+        problem = f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
+    if problem is None and step_of(checkpoint) not in (None, record.step):
+        problem = f"its record is of step {record.step}"
+    return Candidate(path=checkpoint, record=record if problem is None else None, problem=problem)
 
 
 def candidates_in(checkpoints: Path) -> list[Candidate]:
@@ -69,7 +69,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Every complete checkpoint of a folder of checkpoints, newest first."""
-    return [one.path for one in candidates_in(checkpoints) if one.record is not None]
+    return [candidate.path for candidate in candidates_in(checkpoints) if candidate.record is not None]
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -77,10 +77,10 @@ def newest_checkpoint(run: Path) -> Path | None:
     return next(iter(complete_checkpoints(run / CHECKPOINTS_FOLDER)), None)
 
 
-def passed_over(run: Path) -> dict[Path, str]:
+def skipped_checkpoints(run: Path) -> dict[Path, str]:
     """The checkpoints of a run that are newer than its newest complete one, and why each is not complete."""
-    newer = takewhile(lambda one: one.record is None, candidates_in(run / CHECKPOINTS_FOLDER))
-    return {one.path: str(one.why_not) for one in newer}
+    newer = takewhile(lambda candidate: candidate.record is None, candidates_in(run / CHECKPOINTS_FOLDER))
+    return {candidate.path: str(candidate.problem) for candidate in newer}
 
 
 def _wrong_size(sizes: Mapping[str, int], files: Mapping[str, FileEntry]) -> str | None:
@@ -97,24 +97,26 @@ def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str 
     """Why the first damaged file does not match its record; None if all match. Reads the files completely."""
     for name, entry in files:
         try:
-            found = sha256_file(checkpoint / name)
+            sha256 = sha256_file(checkpoint / name)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found != entry.sha256:
-            return f"{name} is not what was written: its SHA-256 is {found[:12]}..., not {entry.sha256[:12]}..."
+        if sha256 != entry.sha256:
+            return f"{name} is not what was written: its SHA-256 is {sha256[:12]}..., not {entry.sha256[:12]}..."
     return None
 
 
 def verified_record(checkpoint: Path) -> CheckpointRecord:
     """The record of a checkpoint after this process has verified every file. Raises: DataError saying what is wrong."""
-    found = examine(checkpoint)
-    why = found.why_not if found.record is None else wrong_hash(checkpoint, found.record.files.items())
-    if found.record is None or why is not None:
+    candidate = examine(checkpoint)
+    record, problem = candidate.record, candidate.problem
+    if record is not None:
+        problem = wrong_hash(checkpoint, record.files.items())
+    if record is None or problem is not None:
         raise DataError(
-            f"{checkpoint} cannot be used: {why}; name an older checkpoint, or restore this one from a copy",
+            f"{checkpoint} cannot be used: {problem}; name an older checkpoint, or restore this one from a copy",
             problem_id="checkpoint-damaged",
         )
-    return found.record
+    return record
 
 
 def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
@@ -124,13 +126,13 @@ def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
     """
     recorded = manifest_or_empty(run).get(MODEL_FILES) or {}
     weights = {name: FileEntry(**entry) for name, entry in recorded.items() if name.endswith(_WEIGHTS)}
-    there = {name: run / MODEL_FOLDER / name for name in weights}
-    why = _wrong_size({name: file.stat().st_size for name, file in there.items() if file.is_file()}, weights)
-    if why is None and by_hash:
-        why = wrong_hash(run / MODEL_FOLDER, weights.items())
-    if why is not None:
+    paths = {name: run / MODEL_FOLDER / name for name in weights}
+    problem = _wrong_size({name: path.stat().st_size for name, path in paths.items() if path.is_file()}, weights)
+    if problem is None and by_hash:
+        problem = wrong_hash(run / MODEL_FOLDER, weights.items())
+    if problem is not None:
         raise DataError(
-            f"{run / MODEL_FOLDER} cannot be used: {why}; restore it from a copy, or make a model of a checkpoint: "
+            f"{run / MODEL_FOLDER} cannot be used: {problem}; restore it from a copy, or make a model of a checkpoint: "
             f"tunebook export {run} --checkpoint STEP",
             problem_id="model-changed",
         )

@@ -30,7 +30,6 @@ from tunebook.cli.records import records_app
 from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError, did_you_mean
 from tunebook.hardware.disk import is_disk_full
-from tunebook.launch.second_interrupt import watching_interrupts
 from tunebook.processes import stop_when_input_ends
 from tunebook.terminal import outlive_readers
 from tunebook.train.other_launchers import refuse_inside_launcher
@@ -382,9 +381,8 @@ def main() -> None:
     gc.set_threshold(20_000)  # imports make many objects and no garbage: those of torch take a quarter less time so
     try:
         refuse_inside_launcher(sys.argv[1:], os.environ)
-        with watching_interrupts():
-            # The name decides which variable a shell asks for completions by; `python -m tunebook` has another.
-            code = app(standalone_mode=False, prog_name="tunebook")
+        # The name decides which variable a shell asks for completions by; `python -m tunebook` has another.
+        code = app(standalone_mode=False, prog_name="tunebook")
     except TunebookError as error:
         _end_with(error, errors)
     except typer.Abort:

@@ -115,12 +115,12 @@ def export(
     """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
     console = make_console()
     with console.status(Text("loading libraries")):
-        from tunebook.checkpoint.export.run import export_command
+        from tunebook.checkpoint.export.run import export_run
 
-    export_command(
+    export_run(
         run,
         outputs,
-        console,
+        lambda line: print_text(line, console),
         checkpoint=checkpoint,
         to=to,
         merge=merge,

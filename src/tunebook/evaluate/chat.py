@@ -27,7 +27,6 @@ from tunebook.evaluate.harness import require_system_prompt
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.target import Target, bare_config, find_target
 from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, uses_gpu
-from tunebook.launch.second_interrupt import forget_interrupts
 from tunebook.model.adapters import is_adapter
 from tunebook.model.tokenizer import load_tokenizer, stop_ids
 from tunebook.record.model_origin import check_base, check_bound, origin_of
@@ -266,8 +265,8 @@ def _answer(chat: Chat, question: str, console: Console) -> None:
     note: str | None = "stopped"
     try:
         note = chat.ask(question, lambda piece: console.out(printable(piece), end="", highlight=False))
-    except KeyboardInterrupt:
-        forget_interrupts()
+    except KeyboardInterrupt:  # ends only this answer
+        pass
     finally:
         console.print()
     if note:

@@ -103,12 +103,12 @@ def step_command(config: RunConfig, folder: Path | None = None) -> list[str]:
     With a folder, each node's torchrun writes its errors to a log of its own.
     """
     nodes = str(config.hardware.num_nodes if folder is not None else 1)
-    words = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+    command = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
     if folder is not None:
-        words.append(f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}")
-    return words
+        command.append(f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}")
+    return command
 
 
-def show_command(command: list[str], console: Console, what: str = "launch") -> None:
+def show_command(command: list[str], console: Console, label: str = "launch") -> None:
     """Print a command as one line that can be pasted into a shell."""
-    print_text(f"{what}: {shell_command(command)}", console)
+    print_text(f"{label}: {shell_command(command)}", console)

@@ -43,9 +43,9 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
         named = ["env", *folders] if folders else []
         return [*(f"--container-{name}={value}" for name, value in options.items()), *named, *inside]
     gpus = ["--gpus", "all", "--ulimit", "memlock=-1"]  # page-locked memory, for the network
-    volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
+    volumes = [option for place in mounts for option in ("--volume", f"{place}:{place}")]
     named = sorted(name for name in handed_on(os.environ) if name not in _FOLDERS)
-    passed = [word for name in (*named, *folders, *_OF_THE_TASK) for word in ("--env", name)]
+    passed = [option for name in (*named, *folders, *_OF_THE_TASK) for option in ("--env", name)]
     # Host network and shared memory: NCCL and gloo then connect as without a container.
     return [
         *["docker", "run", "--rm", "--network", "host", "--ipc", "host"],
@@ -59,9 +59,10 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
     """Return the folders that a run needs, mounted at the same paths: its own, data, model, and the user's choice.
 
-    Also folders that the configuration, or variables passed to the container, name: otherwise they would be missing
-    inside.
+    Also those of a named checkpoint and of task files, and those that variables passed to the container name.
     """
+    from tunebook.checkpoint.choose import resume_folder  # takes half a second to import
+
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
     places = [str(Path.cwd()), str(folder), *settings.container_mounts]
@@ -70,18 +71,11 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(json.loads(prepared.read_text())["folder"])
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
-    seen = [Path(place) for place in places]
-    places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in seen)]
-    return list(dict.fromkeys([*places, *_named_folders().values()]))
-
-
-def _read_from(config: RunConfig) -> list[Path]:
-    """Return the folders of the checkpoint and the task files that a configuration names."""
-    from tunebook.checkpoint.choose import named_by  # takes half a second to import
-
     tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
-    folders = [named_by(config), *(resolve_path(task).parent for task in tasks)]
-    return [folder for folder in folders if folder is not None and folder.is_dir()]
+    for source in (resume_folder(config), *(resolve_path(task).parent for task in tasks)):
+        if source is not None and source.is_dir() and not any(source.is_relative_to(place) for place in places):
+            places.append(str(source))
+    return list(dict.fromkeys([*places, *_named_folders().values()]))
 
 
 def _named_folders() -> dict[str, str]:

@@ -27,7 +27,6 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, read_json, sha256_file
-from tunebook.hardware.image import read_image
 from tunebook.launch.commands import endpoint_of, node_command
 from tunebook.launch.container import is_contained, record_container, runs_image_sources
 from tunebook.launch.logs import last_lines, torchrun_log
@@ -72,7 +71,7 @@ def refuse_other_node(config: RunConfig, folder: Path) -> None:
         if expected.get(name) not in (None, own):
             raise RequestError(
                 f"{host} has different {name} than node 0: {own} instead of {expected[name]}; give every node the same "
-                "commit without local changes, the same packages or image, and the same model",
+                "commit without local changes, the same packages, and the same model",
                 problem_id="node-refused",
             )
 
@@ -80,21 +79,17 @@ def refuse_other_node(config: RunConfig, folder: Path) -> None:
 def load_shared_config(folder: Path) -> RunConfig:
     """Load the configuration of a run on a node that another one started. Raises: RequestError."""
     if not (folder / RUN_FILE).is_file():
-        message = (
-            f"{socket.gethostname()}: the run folder {folder} is not there; use one of all nodes: outputs=/a/folder"
-        )
+        message = f"{socket.gethostname()}: there is no run in {folder}; use a folder of all nodes: outputs=/a/folder"
         raise RequestError(message, problem_id="folder-not-shared")
     return load_config(folder / RUN_FILE)
 
 
 def _node_facts(config: RunConfig) -> dict[str, Any]:
     versions = {name: installed_version(name) for name in _SAME_EVERYWHERE}
-    image = read_image()
     return {
         "configuration": config_hash(config),
         "code": code_hash(),
         "packages": ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None),
-        "image": None if image is None else image.lock_sha256,
         "weights": weights_fingerprint(config.model) if config.hardware.num_nodes > 1 else None,
     }
 
@@ -106,8 +101,8 @@ def code_hash() -> str:
     error.
     """
     package = Path(tunebook.__file__).parent
-    found = {file.relative_to(package): file for file in package.rglob("*.py") if file.is_file()}
-    files = {name.as_posix(): file for name, file in found.items() if name.parts[0] != INSTALLED_BOOK}
+    paths = {file.relative_to(package): file for file in package.rglob("*.py") if file.is_file()}
+    files = {name.as_posix(): file for name, file in paths.items() if name.parts[0] != INSTALLED_BOOK}
     whole = hashlib.sha256()
     for name in sorted(files):
         whole.update(f"{name}\0{sha256_file(files[name])}\n".encode())
@@ -150,7 +145,7 @@ def join_run(config: RunConfig, named: Path | None, console: Console) -> int:
 
 def _wait_for_start(config: RunConfig, named: Path | None, console: Console) -> Path:
     """Return the folder of a run of this configuration whose ranks node 0 is starting."""
-    wanted = {"configuration": config_hash(config), "port": config.launcher.master_port}
+    required = {"configuration": config_hash(config), "port": config.launcher.master_port}
     outputs, timeout_s = Path(config.outputs), config.launcher.timeout_s
     end = time.monotonic() + timeout_s
     print_text(f"waiting for node 0 to start this run in {named or outputs}", console)
@@ -159,7 +154,7 @@ def _wait_for_start(config: RunConfig, named: Path | None, console: Console) -> 
         for folder in reversed(runs):
             with suppress(FileNotFoundError):
                 start = read_json(folder / START_FILE)
-                if all(start[name] == value for name, value in wanted.items()):
+                if all(start[name] == value for name, value in required.items()):
                     return folder
         time.sleep(_POLL_S)
     raise TunebookError(

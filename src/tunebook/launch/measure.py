@@ -21,7 +21,7 @@ from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.hardware.detect import Machine
 from tunebook.hardware.disk import disk_full
 from tunebook.launch.commands import ranks_command
-from tunebook.launch.logs import make_logs, quote_log, rank_log, torchrun_log
+from tunebook.launch.logs import make_logs, print_log, rank_log, torchrun_log
 from tunebook.launch.supervise import run_and_wait
 from tunebook.record.measurement import (
     NUM_STEPS,
@@ -91,7 +91,7 @@ def measure_steps(config: RunConfig, row_length: int, console: Console, plan: di
         if outcome.exit_code == 0 and len(lines) >= NUM_STEPS:
             return read_steps(lines, row_length, date)
         for log in (torchrun_log(folder, 0), rank_log(folder, outcome.rank)):
-            print_text(quote_log(log, folder), console)
+            print_log(log, folder, console)
         raise TunebookError(
             f"the two steps of --measure failed, and nothing was measured: {outcome.reason}",
             problem_id="measure-failed",

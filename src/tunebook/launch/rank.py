@@ -1,7 +1,4 @@
-"""`python -m tunebook.launch.rank RUN_FOLDER`: run one rank of several: open its log and train.
-
-It wraps `tunebook.train`, and adds what only several ranks need.
-"""
+"""`python -m tunebook.launch.rank RUN_FOLDER`: `tunebook.train` with what only one rank of several needs."""
 
 from __future__ import annotations
 
@@ -18,32 +15,25 @@ from tunebook.train.rank_process import RankEnd
 
 
 def main() -> int:
-    """Run this rank; return its exit code."""
+    """Run this rank; return its exit code.
+
+    Standard error goes to this rank's own file, including what libraries and crashes write to it directly: on the
+    terminal the ranks' lines would be mixed. The launcher shows the last lines of the rank that failed.
+    """
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     if DIES_WITH_PARENT in sys.argv:  # Ray starts replacements at once, and two may not work in one folder
         die_with_parent()
-    _log_errors(rank_log(folder, rank))
-    _record_collectives(folder)
-    return train()
-
-
-def _log_errors(file: Path) -> None:
-    """Redirect standard error to this rank's own file, including what libraries and crashes write to it directly.
-
-    On the terminal the ranks' lines would be mixed. The launcher shows the last lines of the rank that failed.
-    """
-    file.parent.mkdir(exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = rank_log(folder, rank)
+    log.parent.mkdir(exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     faulthandler.enable()
-
-
-def _record_collectives(folder: Path) -> None:
-    """Have torch's flight recorder keep NCCL's last collectives, and write them into the run folder at a time-out."""
+    # torch's flight recorder keeps NCCL's last collectives, and writes them into the run folder at a time-out.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(flight_recorder_file(folder)))
+    return train()
 
 
 if __name__ == "__main__":

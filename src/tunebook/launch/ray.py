@@ -15,15 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
-from tunebook.errors import Problem, RequestError, RulesError
+from tunebook.errors import RequestError
 from tunebook.launch.commands import DIES_WITH_PARENT, RANK
 from tunebook.launch.local import load_shared_config, refuse_other_node
 from tunebook.launch.logs import rank_log
@@ -39,27 +40,25 @@ _ASK_EVERY_S = 1.0
 
 
 def check_ray(config: RunConfig) -> None:
-    """Raises: RulesError without the package, RequestError if the cluster is unreachable or too small."""
+    """Raises: RequestError without the package, and if the cluster is unreachable or too small."""
     settings = config.launcher
     assert isinstance(settings, RayConfig)
-    try:
-        metadata.version("ray")
-    except metadata.PackageNotFoundError as error:
-        fix = (
-            "pip install 'tunebook[ray]', or in a checkout: python -m pip install --no-deps --require-hashes -r "
-            "docker/requirements-ray.lock; in a container, take an image of yours with it (docker/README.md)"
+    if find_spec("ray") is None:
+        raise RequestError(
+            "launcher=ray: the package ray is not installed; type: pip install 'tunebook[ray]', or in a checkout: "
+            "python -m pip install --no-deps --require-hashes -r docker/requirements-ray.lock (for "
+            "containers see docker/README.md)",
+            problem_id="missing-package",
         )
-        problem = Problem(id="missing-package", key="launcher", message="the package ray is not installed", fix=fix)
-        raise RulesError([problem]) from error
     if settings.address == "local":
         return
     resources = cluster_resources(settings.address)
     count = world_size(config)
-    for name, each in worker_resources(config).items():
-        has = resources.get(name, 0.0)
-        if has < count * each:
+    for name, share in worker_resources(config).items():
+        total, needed = resources.get(name, 0.0), count * share
+        if total < needed:
             raise RequestError(
-                f"the Ray cluster has {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
+                f"the Ray cluster has {total:g} {name}s, and {count} workers with {share:g} each need {needed:g}; "
                 "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
                 problem_id="ray-too-small",
             )
@@ -104,13 +103,6 @@ def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
     here = {"include_dashboard": False} if address == "local" else {}
     ray.init(address=address, runtime_env=runtime_env, logging_level=logging.WARNING, **here)
     return ray
-
-
-def print_resources(address: str) -> NoReturn:
-    """Print a cluster's resources and end this process. Raises: what Ray raises."""
-    ray = connect(address)
-    print(json.dumps(ray.cluster_resources()), flush=True)
-    os._exit(0)  # skips Ray's own shutdown, which waits for the head
 
 
 def runtime_env(settings: RayConfig) -> dict[str, Any]:
@@ -169,15 +161,15 @@ def work(settings: dict[str, str]) -> None:
             write_outcome(folder, rank=rank, exit_code=error.exit_code, reason=error.message)
             raise
     environment = rank_environment(config, os.environ) | _rank_variables(context)
-    watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE)
-    watch.start()  # in every worker, since Ray makes them agree; from here on no worker waits for all others
+    # In every worker, since Ray makes them agree; from here on no worker waits for all others.
+    has_notice = watch_notices(train.get_preemption_info, folder / STOP_FILE)
     with start(
         [sys.executable, "-m", RANK, str(folder), DIES_WITH_PARENT],
         environment,
         working_folder=working_folder if working_folder.is_dir() else folder,
     ) as process:
         exit_code = process.wait()
-    if exit_code in _DECIDED or watch.has_come:  # after a notice, nothing must restart here
+    if exit_code in _DECIDED or has_notice.is_set():  # after a notice, nothing must restart here
         return
     reason = f"rank {rank} on {host} {ending(exit_code)}; its output is in {rank_log(folder, rank)}"
     if not outcome_file(folder, rank).is_file():
@@ -199,34 +191,33 @@ def _rank_variables(context: Any) -> dict[str, str]:
     }
 
 
-class NoticeWatch(threading.Thread):
-    """Polls Ray Train for a preemption notice, and writes it into the file by which the ranks are asked to stop.
+def watch_notices(get_notice: Callable[[], Any], stop_file: Path) -> threading.Event:
+    """Poll Ray Train for a preemption notice in a thread; the event is set once there is one.
 
-    Ray has a notice when a node is drained: by its autoscaler, by a cloud's operator for a spot machine, or by `ray
-    start --block` itself on SIGTERM, as in a pod that Kubernetes deletes. This is a thread because
-    `ray.train.get_preemption_info` waits for the same call of every worker.
+    The notice is written into the file by which the ranks are asked to stop. Ray has one when a node is drained: by its
+    autoscaler, by a cloud's operator for a spot machine, or by `ray start --block` itself on SIGTERM, as in a pod that
+    Kubernetes deletes. `ray.train.get_preemption_info` waits for the same call of every worker.
     """
+    has_come = threading.Event()
 
-    def __init__(self, get_notice: Callable[[], Any], stop_file: Path) -> None:
-        super().__init__(name="notices", daemon=True)  # it may wait for a worker that is gone
-        self.has_come = False
-        self._get_notice, self._stop_file = get_notice, stop_file
-
-    def run(self) -> None:
-        """Poll until there is a notice."""
+    def watch() -> None:
         try:
-            while (notice := self._get_notice()) is None:
+            while (notice := get_notice()) is None:
                 time.sleep(_ASK_EVERY_S)
         except Exception:  # from Ray: it ends this worker, or has lost another
             return
-        self.has_come = True
-        self._stop_file.write_text(f"a preemption notice for rank {', '.join(map(str, notice.preempted_ranks))}")
+        has_come.set()
+        stop_file.write_text(f"a preemption notice for rank {', '.join(map(str, notice.preempted_ranks))}")
+
+    threading.Thread(target=watch, name="notices", daemon=True).start()  # it may wait for a worker that is gone
+    return has_come
 
 
 def main() -> int:
     """Start the workers and wait for them; the run's outcome is in its folder."""
     if sys.argv[1] == "--resources":
-        print_resources(sys.argv[2])
+        print(json.dumps(connect(sys.argv[2]).cluster_resources()), flush=True)
+        os._exit(0)  # skips Ray's own shutdown, which waits for the head
     stop_when_input_ends()
     folder = Path(sys.argv[1])
     config = load_config(folder / RUN_FILE)

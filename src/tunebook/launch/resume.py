@@ -5,7 +5,7 @@ precedence. A run can be resumed if it stopped, failed or was killed after a che
 training has finished: then only its evaluation remains.
 
 Two runs are the same if their settings are equal; the memory found on the machine does not count. A run that differs
-only in what `auto` decided, or in the machine, is another run. A message then says what differs.
+in what `auto` decided, or in the machine, is another run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.choose import named_by
-from tunebook.checkpoint.verify import newest_checkpoint, passed_over
+from tunebook.checkpoint.choose import resume_folder
+from tunebook.checkpoint.verify import newest_checkpoint, skipped_checkpoints
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import changed_settings, result_settings
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError, RequestError, first_few
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.record.run_folder import (
     LOCK_FILE,
@@ -35,21 +35,14 @@ from tunebook.record.run_folder import (
 
 # An invalid run would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
-_STRATEGY = "parallelism.strategy"
-# What another machine, or a better estimate of `auto`, changes without the user.
-_MAY_DIFFER = {
-    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node"),
-    *("activation.checkpointing", "packing.row_length", "training.micro_batch_size", _STRATEGY),
-}
 
 
 def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """Return the newest unfinished run of a resolved configuration to resume; None if there is none, or resume=never.
 
     The settings must be equal: another seed, batch or learning rate is another run. If `training.resume` names a
-    folder, a run that started elsewhere is another run, too. `say` gets the
-    reason when an unfinished run is not resumed because none of its checkpoints is complete, or because only what
-    `auto` decided or the machine differs.
+    folder, a run that started elsewhere is another run, too. `say` gets the reason why the newest unfinished run is not
+    resumed: none of its checkpoints is complete, or what differs.
     """
     if config.training.resume == "never":
         return None
@@ -64,12 +57,13 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
             # The newest run of this configuration decides: if it has finished, there is nothing to resume.
             if is_unfinished and (newest_checkpoint(folder) is not None or is_trained(folder, config)):
                 return folder
-            for checkpoint, why in passed_over(folder).items() if is_unfinished else ():
-                say(f"not resuming from {checkpoint}: {why}")
+            for checkpoint, problem in skipped_checkpoints(folder).items() if is_unfinished else ():
+                say(f"not resuming from {checkpoint}: {problem}")
             return None
-        if is_unfinished and is_newest and config.training.resume == "auto" and (changes := _by_machine(differing)):
+        if is_unfinished and is_newest and config.training.resume == "auto":
+            changes = [f"{key} was {as_typed(before)} and is {as_typed(now)}" for key, before, now in differing]
             resume = typed("training.resume", str(folder))
-            say(f"not resuming {folder}, which ended early: {changes}; to resume it: {resume}")
+            say(f"not resuming {folder}, which ended early: {first_few(changes, 3)}; to resume it: {resume}")
         is_newest = is_newest and not is_unfinished
     return None
 
@@ -85,8 +79,6 @@ def check_run_folder(config: RunConfig, folder: Path) -> None:
 
 
 def _folder_conflict(config: RunConfig, folder: Path) -> str | None:
-    if not folder.is_dir():
-        return "this is a file"
     if not is_run(folder):
         return "it holds other files and no run"
     if not (folder / MANIFEST_FILE).is_file():
@@ -99,7 +91,7 @@ def _folder_conflict(config: RunConfig, folder: Path) -> str | None:
         return f"it holds a run ({state}) of another configuration, {folder / RUN_FILE} (see {keys})"
     if state in (RunState.finished.name, RunState.invalid.name):
         return f"its run is {state}; to evaluate it: tunebook eval"
-    return None if _is_unfinished(folder) else "a run is active in it"
+    return None
 
 
 def is_trained(folder: Path, config: RunConfig) -> bool:
@@ -123,18 +115,10 @@ def _differences(config: RunConfig, theirs: RunConfig) -> list[tuple[str, Any, A
 
 def _has_same_start(config: RunConfig, theirs: RunConfig) -> bool:
     """Whether their run started where `training.resume` says; otherwise its losses differ."""
-    named, begun = named_by(config), named_by(theirs)
+    named, begun = resume_folder(config), resume_folder(theirs)
     if named is None:
         return True
     if begun is None or begun.resolve() != named.resolve():
         return False
     # `best` allows missing checkpoints; it does not change where a run started.
     return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
-
-
-def _by_machine(differing: list[tuple[str, Any, Any]]) -> str | None:
-    """Say what differs if it is only the machine or what `auto` decides; the strategy may differ with the machine."""
-    keys = {key for key, _, _ in differing}
-    if not keys <= _MAY_DIFFER or keys <= {_STRATEGY}:
-        return None
-    return ", ".join(f"{key} was {as_typed(one)} and is {as_typed(other)}" for key, one, other in differing)

@@ -10,15 +10,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from rich.console import Console
@@ -29,11 +26,11 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
-from tunebook.processes import RequestCount, handling_signals
+from tunebook.launch.supervise import StopRequests
 from tunebook.record.manifest import RunState, finish_manifest, manifest_or_empty, read_manifest, update_manifest
 from tunebook.terminal import print_text
 
-_Answer = TypeVar("_Answer")
+_Reply = TypeVar("_Reply")
 
 JOB_SCRIPT = "job.sh"
 _SLURM_JOB = "tunebook.commands.slurm_job"
@@ -73,38 +70,38 @@ class JobState:
         return f"{self.name}{reason}" + (f" on {self.nodes}" if self.nodes else "")
 
 
-def slurm(*words: str, input_text: str | None = None) -> str:
+def slurm(*command: str, input_text: str | None = None) -> str:
     """Run a Slurm command; return its output.
 
     Raises: RequestError if it is missing or Slurm refuses, TunebookError if the controller does not respond.
     """
-    if shutil.which(words[0]) is None:
+    if shutil.which(command[0]) is None:
         raise RequestError(
-            f"launcher=slurm needs Slurm's command {words[0]}, which is not on this machine; type this on a login node "
-            "of the cluster, or use launcher=local",
+            f"launcher=slurm needs Slurm's command {command[0]}, which is not on this machine; type this on a login "
+            "node of the cluster, or use launcher=local",
             problem_id="slurm-not-found",
         )
     try:
         answer = subprocess.run(
-            words, input=input_text, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, start_new_session=True
+            command, input=input_text, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, start_new_session=True
         )
     except subprocess.TimeoutExpired as error:
-        raise _out_of_reach(f"{words[0]} did not answer within {_CLIENT_TIMEOUT_S:g} s") from error
+        raise _out_of_reach(f"{command[0]} did not answer within {_CLIENT_TIMEOUT_S:g} s") from error
     if answer.returncode == 0:
         return answer.stdout
-    why = "; ".join(answer.stderr.strip().splitlines())
-    if any(text in why.lower() for text in _OUT_OF_REACH):
-        raise _out_of_reach(why)
-    what = "the job" if words[0] == "sbatch" else words[0]
+    reason = "; ".join(answer.stderr.strip().splitlines())
+    if any(text in reason.lower() for text in _OUT_OF_REACH):
+        raise _out_of_reach(reason)
+    subject = "the job" if command[0] == "sbatch" else command[0]
     raise RequestError(
-        f"Slurm refuses {what}: {why}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
+        f"Slurm refuses {subject}: {reason}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
         "launcher.partition, launcher.account, hardware.num_nodes",
         problem_id="slurm-refused",
     )
 
 
-def _out_of_reach(why: str) -> TunebookError:
-    message = f"Slurm's controller is not reachable ({why}); look with: scontrol ping"
+def _out_of_reach(reason: str) -> TunebookError:
+    message = f"Slurm's controller is not reachable ({reason}); look with: scontrol ping"
     return TunebookError(message, problem_id="slurm-out-of-reach")
 
 
@@ -113,12 +110,12 @@ def is_unknown_job(error: RequestError) -> bool:
     return _UNKNOWN_JOB in error.message.lower()
 
 
-def patiently(ask: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
-    """Ask Slurm, again while its controller is silent. Raises: TunebookError after 10 minutes."""
+def patiently(call: Callable[[], _Reply], say: Callable[[str], None]) -> _Reply:
+    """Call Slurm, again while its controller is silent. Raises: TunebookError after 10 minutes."""
     end = time.monotonic() + _SILENT_WITHIN_S
     while True:
         try:
-            return ask()
+            return call()
         except TunebookError as error:
             if error.problem_id != "slurm-out-of-reach" or time.monotonic() > end:
                 raise
@@ -183,19 +180,19 @@ def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
     """
     settings, hardware = config.launcher, config.hardware
     assert isinstance(settings, SlurmConfig)
-    words = [f"--job-name={config.recipe or 'tunebook'}", f"--nodes={hardware.num_nodes}", "--ntasks-per-node=1"]
+    options = [f"--job-name={config.recipe or 'tunebook'}", f"--nodes={hardware.num_nodes}", "--ntasks-per-node=1"]
     if hardware.generation is not Generation.cpu:
-        words.append(f"--gpus-per-node={hardware.gpus_per_node}")
+        options.append(f"--gpus-per-node={hardware.gpus_per_node}")
     if settings.cpus_per_task is not None:
-        words.append(f"--cpus-per-task={settings.cpus_per_task}")
+        options.append(f"--cpus-per-task={settings.cpus_per_task}")
     else:
-        words += ["--exclusive", "--mem=0"]
+        options += ["--exclusive", "--mem=0"]
     named = {"partition": settings.partition, "account": settings.account, "time": settings.time_limit}
-    words += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
     if folder is not None:
-        words += [f"--output={output_pattern(folder, output_file(folder, '%j').name)}", "--open-mode=append"]
-    words += ["--requeue" if settings.requeue else "--no-requeue", f"--signal=B:USR1@{settings.stop_timeout_s}"]
-    return [*words, *settings.extra_args]
+        options += [f"--output={output_pattern(folder, output_file(folder, '%j').name)}", "--open-mode=append"]
+    options += ["--requeue" if settings.requeue else "--no-requeue", f"--signal=B:USR1@{settings.stop_timeout_s}"]
+    return [*options, *settings.extra_args]
 
 
 def script_text(comments: list[str], options: list[str], body: str) -> str:
@@ -206,7 +203,7 @@ def script_text(comments: list[str], options: list[str], body: str) -> str:
     lines = [
         "#!/usr/bin/env bash",
         *(f"# {comment}" for comment in comments),
-        *(f"#SBATCH {_quoted(word)}" for word in options),
+        *(f"#SBATCH {_quoted(option)}" for option in options),
         "",
         "set -euo pipefail",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE  # srun no longer takes it from the job, and would use one core",
@@ -218,11 +215,11 @@ def script_text(comments: list[str], options: list[str], body: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quoted(word: str) -> str:
+def _quoted(option: str) -> str:
     """Quote an option for sbatch where needed."""
-    if not _SPECIAL.search(word):
-        return word
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+    if not _SPECIAL.search(option):
+        return option
+    escaped = option.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
@@ -236,8 +233,6 @@ def job_script(config: RunConfig, folder: Path) -> str:
     comments = [
         f"{config.title or 'A run'}: the job of {folder}",
         f"Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
-        f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
-        f"saves, and {'asks to be requeued: it then resumes in this folder' if settings.requeue else 'ends'}.",
     ]
     # `exec` makes Slurm's signals reach the launcher, not a shell.
     body = f"exec {shlex.join([sys.executable, '-m', _SLURM_JOB, str(folder)])}"
@@ -287,26 +282,38 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
 
     The first stop request (Ctrl-C, SIGTERM) lets the job save and end; a later Ctrl-C cancels the job.
     """
-    place, last = 0, None
-    with _stopping(job_id, console):
+
+    def say(text: str) -> None:
+        print_text(f"job {job_id}: {text}", console)
+
+    place, last, requests, num_passed_on = 0, None, StopRequests(), 0
+    with requests.listening():
         while True:
-            state = _waited_for(job_id, console)
+            state = patiently(lambda: job_state(job_id), say)
             place = _print_from(place, output_file(folder, job_id), console)
             if state is not None and state.text() != last:
                 last = state.text()
-                print_text(f"job {job_id}: {last}", console)
+                say(last)
             # A job with a dead node completes for minutes; its run has recorded how it ended.
             if state is None or state.has_ended or (state.name == "COMPLETING" and _has_ended(folder)):
                 break
+            if requests.num > num_passed_on:
+                num_passed_on += 1
+                _stop(job_id, console, saves=num_passed_on == 1 and state.name == "RUNNING")
             time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a network file system may show the last lines late
     _print_from(place, output_file(folder, job_id), console)
     return _exit_code(job_id, folder, state)
 
 
-def _waited_for(job_id: str, console: Console) -> JobState | None:
-    """Return the job's state, waiting for a silent controller."""
-    return patiently(lambda: job_state(job_id), lambda text: print_text(f"job {job_id}: {text}", console))
+def _stop(job_id: str, console: Console, *, saves: bool) -> None:
+    """Let a job save and end, or cancel it."""
+    command = ["scancel", "--batch", "--signal=TERM", job_id] if saves else ["scancel", job_id]
+    console.print(f"stopping: {' '.join(command)}" + (" (Ctrl-C cancels it at once)" if saves else ""))
+    try:
+        slurm(*command)
+    except TunebookError as error:
+        print_text(f"the job was not reached: {error.message}; type it again: {' '.join(command)}", console)
 
 
 def _print_from(place: int, file: Path, console: Console) -> int:
@@ -319,28 +326,6 @@ def _print_from(place: int, file: Path, console: Console) -> int:
     console.file.write(new.decode(errors="replace"))
     console.file.flush()
     return place + len(new)
-
-
-@contextmanager
-def _stopping(job_id: str, console: Console) -> Iterator[None]:
-    """Forward stop requests to the job."""
-    count = RequestCount()
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        turn = count.take(number)
-        if turn == 0:
-            return
-        state = _waited_for(job_id, console) if turn == 1 else None
-        is_polite = state is not None and state.name == "RUNNING"
-        words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
-        console.print(f"stopping: {' '.join(words)}" + (" (Ctrl-C cancels it at once)" if is_polite else ""))
-        try:
-            slurm(*words)
-        except TunebookError as error:
-            print_text(f"the job was not reached: {error.message}; type it again: {' '.join(words)}", console)
-
-    with handling_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ask, takes_ignored=True):
-        yield
 
 
 def _has_ended(folder: Path) -> bool:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 
 from tunebook.processes import (
-    RequestCount,
     adopting_orphans,
     children_of,
     end_children,
@@ -28,20 +27,26 @@ from tunebook.processes import (
 )
 
 _POLL_S = 0.2
+_SAME_WITHIN_S = 2.0
 _LOOK_EVERY_S = 5.0  # for ranks: it reads the state of every process
 
 
 class StopRequests:
-    """The stop requests that this process receives; after the first one, only Ctrl-C counts."""
+    """Counts the stop requests that this process receives; after the first one, only Ctrl-C two seconds later counts.
+
+    Other signals arrive several times for one reason: both the shell and the kernel report a closed terminal. A second
+    request means "do not save" and would lose the steps since the last checkpoint.
+    """
 
     def __init__(self) -> None:
         self.first: str | None = None  # the name of the first request's signal
-        self._count = RequestCount()
+        self.num = 0
+        self._last = 0.0
 
     @property
     def is_urgent(self) -> bool:
         """Whether a second request has come, after which nothing waits any more."""
-        return self._count.num > 1
+        return self.num > 1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -50,7 +55,12 @@ class StopRequests:
             yield
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._count.take(number) == 1:
+        now = time.monotonic()
+        if self.num and (number != signal.SIGINT or now - self._last < _SAME_WITHIN_S):
+            return
+        self.num += 1  # before any call, at which the next signal may interrupt this handler
+        self._last = now
+        if self.num == 1:
             self.first = signal.Signals(number).name
 
 

@@ -135,7 +135,7 @@ def _mixes_by_itself(config: RunConfig) -> bool:
 
 
 def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
-    """`checkpoint.retention`, not upstream, decides which checkpoints are kept."""
+    """`checkpoint.save`, not upstream, decides which checkpoints are kept."""
     training = config.training
     arguments: dict[str, Any] = {
         "save_strategy": "steps" if training.save_every_steps else "no",

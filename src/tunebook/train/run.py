@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from tunebook.checkpoint.choose import choose_checkpoint, same_command
-from tunebook.checkpoint.identity import differences, resumed_identity
+from tunebook.checkpoint.identity import differences
 from tunebook.checkpoint.record import RECORD_FILE, read_record
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.checkpoint.verify import newest_checkpoint
@@ -194,7 +194,6 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
         record, own = read_record(resumed), trainer.saver.identity
         is_same = record.identity.data_sha256 == own.data_sha256
         trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same, say=say))
-        trainer.saver.identity = resumed_identity(record.identity, own)
         say(
             f"resuming from {resumed}: every file in it was read and is what was written. {RECORD_FILE} proves that, "
             "but not who wrote it; files that would run code are refused"

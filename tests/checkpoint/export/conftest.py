@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tunebook.checkpoint.export.run import Exported, export_run
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layouts", Path(__file__).with_name("layouts.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_LAYOUTS = _load()
+from . import layouts as _layouts
 
 
 @pytest.fixture(scope="session")
 def layouts() -> Any:
     """Runs and checkpoints as each strategy lays them out."""
-    return _LAYOUTS
+    return _layouts
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Runs and checkpoints as each strategy lays them out, of any size: for the tests here and `benchmarks`.
+"""Runs and checkpoints as each strategy lays them out, of any size: for the tests here and in `tests/system`.
 
 Weights are random. ZeRO's and FSDP's files hold what an export reads of them; real ones are tried in `tests/system`.
 """
@@ -51,7 +51,6 @@ ROOT = Path(__file__).resolve().parents[3]
 STEP = 3
 RANKS = 2
 RANK = 4  # of the adapters
-CONFIG_SHA256 = "c" * 64
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -107,13 +106,6 @@ def change_manifest(run: Path, **facts: Any) -> None:
     atomic_write_json(run / "manifest.json", manifest | facts | {"status": status})
 
 
-def forget_recipe(run: Path) -> None:
-    """Make a run one of overrides alone."""
-    file = run / "run.yaml"
-    file.write_text(file.read_text().replace("recipe: tiny", "recipe: null"))
-    change_manifest(run, recipe=None)
-
-
 @functools.cache
 def trained_with() -> dict[str, str | None]:
     """What a manifest records of the quickstart's tokenizer, which every base here has."""
@@ -164,12 +156,6 @@ def trained(run: Path, form: str, dtype: str = "float32") -> Tensors:
     """What a checkpoint of a form holds, by the names in its safetensors."""
     weights = drawn_adapter(run, 1)[0] if "adapter" in form else drawn(base_of(run), 1)
     return {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-
-
-def weight_bytes(run: Path, form: str, dtype: str) -> int:
-    """What a checkpoint's weights take; of an adapter's, with the base that it needs."""
-    size = sum(weight.numel() for weight in trained(run, form, "float32").values()) * getattr(torch, dtype).itemsize
-    return size + ((base_of(run) / "model.safetensors").stat().st_size if "adapter" in form else 0)
 
 
 def write_checkpoint(run: Path, form: str, dtype: str = "float32", *, step: int = STEP) -> Path:
@@ -253,7 +239,7 @@ def write_record(folder: Path) -> None:
     (folder / RECORD_FILE).unlink(missing_ok=True)
     files = {name: FileEntry(size=size, sha256=sha256_file(folder / name)) for name, size in list_files(folder).items()}
     identity = Identity(
-        strategy="single", peft="full", world_size=RANKS, model={}, config_sha256=CONFIG_SHA256, settings={},
+        strategy="single", peft="full", world_size=RANKS, model={}, config_sha256="c", settings={},
         data_sha256="f", tokenizer_sha256=None, chat_template_sha256=None,
     )  # fmt: skip
     step = int(folder.name.rpartition("-")[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tunebook.checkpoint.export.card import ExportOrigin
+from tunebook.checkpoint.export.card import card as make_card
+from tunebook.config.frozen import load_config
 from tunebook.evaluate.target import bare_config, find_target
 from tunebook.model.load import load_architecture
+from tunebook.record.model_origin import origin_of
+from tunebook.record.run_record import read_run
 
 
 def task(value: float) -> dict[str, Any]:
@@ -27,20 +33,30 @@ def write_evaluation(run: Path, when: str, model: str, value: float) -> None:
 
 
 @pytest.fixture
-def card(layouts: Any, run: Path, export: Any) -> Any:
-    """The text of the card of a step's export."""
+def card(run: Path) -> Any:
+    """The text of the card of an export of some step and source."""
 
-    def text(step: int) -> str:
-        layouts.write_checkpoint(run, "whole", step=step)
-        content: str = (export(run, checkpoint=str(step)).folder / "README.md").read_text()
-        return content
+    def text(step: int, source: str = "", *, run: Path = run, is_adapter: bool = False) -> str:
+        recorded = origin_of(run)
+        assert recorded is not None
+        origin = ExportOrigin(
+            **asdict(recorded), dtype="bf16", num_parameters=50_000, is_exact=False, stored_as="whole safetensors",
+            source=source or f"checkpoints/checkpoint-{step}", step=step, base_keywords={}, is_adapter=is_adapter,
+            is_merged=False, files_sha256={},
+        )  # fmt: skip
+        return make_card(origin, load_config(run / "run.yaml"), read_run(run))
 
     return text
 
 
-def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
-    lines = [{"step": step, "loss": 4.0 - step, "tokens_seen": 1000 * step} for step in (1, 2, 3)]
+def write_losses(run: Path, validation: tuple[float, ...] = ()) -> None:
+    lines: list[dict[str, Any]] = [{"step": step, "loss": 4.0 - step} for step in (1, 2, 3)]
+    lines += [{"step": step, "validation_loss": loss} for step, loss in enumerate(validation, start=1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
+    write_losses(run)
     write_evaluation(run, "before", "base", 0.1)
     write_evaluation(run, "after", "model", 0.9)  # of step 3
     text = card(2)
@@ -49,51 +65,32 @@ def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
     assert "# A tiny run" in text
     assert "| loss | 3.0000 at step 1, 2.0000 at step 2 |" in text  # not what came after these weights
     assert "| exported from | checkpoints/checkpoint-2 (whole safetensors) |" in text
-    assert "rounding explains 0.12" in text
+    assert "| checked | loaded again, it equals the checkpoint rounded to bf16 |" in text
     assert str(run.parent) not in text  # no paths of this machine
     assert "No evaluation of these weights is recorded." in text
 
 
-def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, export: Any) -> None:
-    lines: list[dict[str, Any]] = []
-    for step, validation in ((1, 9.0), (2, 7.0), (3, 8.0)):
-        lines += [{"step": step, "loss": 4.0 - step}, {"step": step, "validation_loss": validation}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, card: Any, run: Path) -> None:
+    write_losses(run, validation=(9.0, 7.0, 8.0))
     layouts.change_manifest(run, status={"best_step": 2})
     write_evaluation(run, "before", "base", 0.1)
     write_evaluation(run, "after", "model", 0.9)
-    last = layouts.write_checkpoint(run, "whole", step=3)
-    layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
-    exported = export(run).folder
-    text = (exported / "README.md").read_text()
-    assert "| steps | 2 |" in text
+    text = card(2, "model")
     assert "| validation loss | 9.0000 at step 1, 7.0000 at step 2 |" in text
-    assert "| loss | 3.0000 at step 1, 2.0000 at step 2 |" in text
-    assert "| exported from | model (whole safetensors) |" in text
-    assert json.loads((exported / "tunebook.json").read_text())["step"] == 2
     assert "0.9 ± 0.01" in text
-    of_the_last = (export(run, checkpoint=last.name).folder / "README.md").read_text()
-    assert "No evaluation of these weights is recorded." in of_the_last  # what was evaluated is the best
-
-
-def test_a_run_without_a_recipe_is_called_by_its_model(layouts: Any, card: Any, run: Path) -> None:
-    layouts.forget_recipe(run)
-    layouts.change_manifest(run, title="")
-    assert "\n# tiny, fine-tuned\n" in card(3)  # the folder of the base model
+    assert "No evaluation of these weights is recorded." in card(3)  # what was evaluated is the best
 
 
 def test_evaluations_of_these_weights_only(card: Any, run: Path) -> None:
     write_evaluation(run, "before", "base", 0.1)
     write_evaluation(run, "after", "model", 0.9)
     write_evaluation(run, "eval-1", "checkpoints/checkpoint-2", 0.5)
-    last, earlier = card(3), card(2)
-    assert "| words | exact_match | 100 | 0.1 ± 0.01 | 0.9 ± 0.01 |" in last
-    assert "| words | exact_match | 100 | 0.1 ± 0.01 | 0.5 ± 0.01 |" in earlier
+    assert "| words | exact_match | 100 | 0.1 ± 0.01 | 0.9 ± 0.01 |" in card(3)
+    assert "| words | exact_match | 100 | 0.1 ± 0.01 | 0.5 ± 0.01 |" in card(2)
 
 
-def test_an_adapters_card_says_how_to_load_it(layouts: Any, lora_run: Path, export: Any) -> None:
-    layouts.write_checkpoint(lora_run, "adapter")
-    text = (export(lora_run).folder / "README.md").read_text()
+def test_an_adapters_card_says_how_to_load_it(card: Any, lora_run: Path) -> None:
+    text = card(3, run=lora_run, is_adapter=True)
     assert yaml.safe_load(text.split("---")[1])["library_name"] == "peft"
     assert "AutoPeftModelForCausalLM.from_pretrained(folder)" in text
     assert "| lora | rank 4, alpha 8 |" in text
@@ -108,7 +105,7 @@ def test_the_base_of_an_adapter_is_loaded_with_the_stretched_positions_of_its_tr
     layouts.write_checkpoint(lora_run, "adapter")
     adapter, merged = (export(lora_run, to=tmp_path / name, merge=name == "merged").folder for name in ("a", "merged"))
     text = (adapter / "README.md").read_text()
-    assert "stretched 4 times by YaRN, so load the base as below" in text
+    assert "stretched 4 times by YaRN" in text
     used: dict[str, Any] = {}
     monkeypatch.chdir(adapter)
     exec(text.split("```python\n")[1].split("inputs =")[0], used)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tunebook.checkpoint.export.weights import Form, form_of, read_weights
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 
 # Sizes that leave a remainder for two and for three ranks, and a tensor that crosses ranks.
 WEIGHTS = {"a": (5, 7), "b": (3,), "c": (11, 2), "d": (1,)}
@@ -27,8 +27,7 @@ def partitions(folder: Path) -> Path:
     return folder / "global_step3"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (2, 3), (3, 2)])
 def test_every_tensor_is_put_together(
     layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor], stage: int, ranks: int
 ) -> None:
@@ -36,40 +35,6 @@ def test_every_tensor_is_put_together(
     found = read_weights(tmp_path, Form.zero, is_adapter=False)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == WEIGHTS
     assert all(torch.equal(found[name], weights[name]) for name in WEIGHTS)
-
-
-class ByName:
-    """A member of an enum as Python 3.11.2 pickles it, which Debian 12 has and so the images."""
-
-    def __init__(self, member: Any) -> None:
-        self.member = member
-
-    def __reduce__(self) -> Any:
-        return getattr, (type(self.member), self.member.name)
-
-
-@pytest.mark.parametrize("written", [lambda member: member, ByName])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_stage_is_deepspeeds_enum(
-    layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor], stage: int, written: Any
-) -> None:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    layouts.write_zero(tmp_path, weights, stage=stage)
-    for file in partitions(tmp_path).glob("*_optim_states.pt"):
-        content = torch.load(file)
-        content["optimizer_state_dict"]["zero_stage"] = written(ZeroStageEnum(stage))
-        torch.save(content, file)
-    found = read_weights(tmp_path, Form.zero, is_adapter=False)
-    assert all(torch.equal(found[name], weights[name]) for name in WEIGHTS)
-
-
-def test_a_rank_whose_file_is_gone_is_refused(layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
-    layouts.write_zero(tmp_path, weights, stage=3)
-    (partitions(tmp_path) / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(RequestError) as raised:
-        read_weights(tmp_path, Form.zero, is_adapter=False)
-    assert raised.value.problem_id == "weights-file-damaged"
 
 
 class Evil:
@@ -92,15 +57,6 @@ def test_a_pickle_that_would_run_code_does_not(
     assert (tmp_path / "ran").exists()  # the file was dangerous
 
 
-def test_a_file_that_was_cut_off_is_named(layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
-    layouts.write_zero(tmp_path, weights, stage=2)
-    file = partitions(tmp_path) / "mp_rank_00_model_states.pt"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(RequestError) as raised:
-        read_weights(tmp_path, Form.zero, is_adapter=False)
-    assert raised.value.problem_id == "weights-file-damaged"
-
-
 SHARDED = {"a": torch.arange(6.0).reshape(2, 3), "model.b": torch.ones(4, dtype=torch.bfloat16)}
 
 
@@ -116,40 +72,13 @@ def test_shards_of_fsdp_are_put_together(folder: Path) -> None:
     assert all(torch.equal(found[name], SHARDED[name]) for name in SHARDED)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [pickle.dumps(Evil()), b"cos\nsystem\n(S'touch ran'\ntR.", b'cbuiltins\neval\n(S\'open("ran","w")\'\ntR.', b""],
-    ids=["reduce", "system", "eval", "empty"],
-)
-def test_a_list_that_would_run_code_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_a_list_that_would_run_code_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(content)
-    with pytest.raises(RequestError if content == b"" else DataError) as raised:
+    (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(DataError) as raised:
         read_weights(folder, Form.fsdp, is_adapter=False)
-    assert raised.value.problem_id == ("weights-file-damaged" if content == b"" else "checkpoint-unsafe")
+    assert raised.value.problem_id == "checkpoint-unsafe"
     assert not (folder / "ran").exists()
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_shard_that_was_cut_off_or_is_gone_is_refused(folder: Path, is_there: bool) -> None:
-    (shard,) = folder.glob("*/*.distcp")
-    shard.write_bytes(shard.read_bytes()[:200])
-    if not is_there:
-        shard.unlink()
-    with pytest.raises(RequestError) as raised:
-        read_weights(folder, Form.fsdp, is_adapter=False)
-    assert raised.value.problem_id == "weights-file-damaged"
-
-
-def test_a_list_without_a_model_is_refused(layouts: Any, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dist_cp
-
-    writer = dist_cp.FileSystemWriter(tmp_path / "pytorch_model_fsdp_0")
-    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
-        dist_cp.save({"other": torch.ones(1)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(RequestError) as raised:
-        read_weights(tmp_path, Form.fsdp, is_adapter=False)
-    assert raised.value.problem_id == "weights-file-damaged"
 
 
 @pytest.mark.parametrize(("form", "expected"), [("whole", Form.whole), ("zero2", Form.zero), ("fsdp", Form.fsdp)])
@@ -163,11 +92,3 @@ def test_an_adapter_file_without_a_tensor_gives_way_to_the_partitions(layouts: A
     (checkpoint / "adapter_config.json").write_text("{}")
     save_file({}, checkpoint / "adapter_model.safetensors")
     assert form_of(checkpoint) is Form.zero
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "adapter_model.bin", "notes.txt"])
-def test_pickled_weights_and_other_files_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(RequestError, match="never loaded") as raised:
-        form_of(tmp_path)
-    assert raised.value.problem_id == "export-no-weights"

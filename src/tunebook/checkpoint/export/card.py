@@ -1,16 +1,18 @@
-"""The model card of an exported folder, `README.md`: `card.md.jinja` filled with the run's records.
+"""The model card of an exported folder, `README.md`, from the run's records.
 
 Programs read `tunebook.json`. Local paths are shortened to their last component, since the folder will be shared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
+from tunebook.checkpoint.export.write import Written
 from tunebook.config.book import BOOK_PREFIX
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.schema import RunConfig, world_size
@@ -22,7 +24,7 @@ _FINAL = "model"  # the run's folder with the trained model
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOrigin(Origin):
+class ExportOrigin(Origin, Written):
     """Where an exported folder comes from and how it was made: the content of `tunebook.json`."""
 
     source: str  # the folder in the run: `model`, or `checkpoints/checkpoint-<step>`
@@ -31,60 +33,85 @@ class ExportOrigin(Origin):
     base_keywords: dict[str, Any]  # of `from_pretrained`, without which the base of an adapter is not as in training
     is_adapter: bool
     is_merged: bool
-    dtype: str
-    num_parameters: int
-    is_exact: bool  # these four as in `write.Written`
-    difference: float
-    allowed: float
-    logits: str | None
     files_sha256: dict[str, str]
 
 
 def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
-    found = _evaluations(origin, record)
-    turns = [{"role": "user", "content": "..."}]
-    if config.dataset.system_prompt is not None:
-        turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
-    name = config.model.name or _shared(config.model.path or "")
-    filled = ModelCard.from_template(
-        ModelCardData(
-            library_name="peft" if origin.is_adapter else "transformers",
-            pipeline_tag="text-generation",
-            tags=["tunebook", "sft"],
-            base_model=config.model.name,
-        ),
-        template_path=str(Path(__file__).with_name("card.md.jinja")),
-        title=(record.manifest or {}).get("title") or origin.recipe or f"{name}, fine-tuned",
-        origin=origin,
-        origin_file=ORIGIN_FILE,
-        summary=_summary(origin, config, name),
-        turns=turns if origin.chat_template_sha256 is not None else None,
-        # The cells of a Markdown table, each on one line.
-        rows=[
-            tuple(" ".join(text.replace("|", "\\|").split()) for text in row) for row in _rows(origin, config, record)
-        ],
-        evaluations=found,
-        tasks={name: task for item in found for name, task in item["tasks"].items()},
-        score=lambda task: "-" if task is None else score_in_words(task, as_share=False),
+    header = ModelCardData(
+        library_name="peft" if origin.is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["tunebook", "sft"],
+        base_model=config.model.name,
     )
-    return str(filled).rstrip() + "\n"
+    parts = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {(record.manifest or {}).get('title') or origin.recipe or origin.run}",
+        _summary(origin, config),
+        f"## Use\n\n```python\n{_usage(origin, config)}\n```",
+        f"## Evaluation\n\n{_scores(_evaluations(origin, record))}",
+        f"## Origin\n\n{_table(['', ''], _rows(origin, config, record))}",
+        f"`{ORIGIN_FILE}` holds the same for programs, with the hashes of the weight files.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> str:
+def _usage(origin: ExportOrigin, config: RunConfig) -> str:
+    """Python code that loads the folder and generates an answer."""
+    model_class, package = "AutoModelForCausalLM", "transformers"
+    if origin.is_adapter:
+        model_class, package = "AutoPeftModelForCausalLM", "peft"
+    keywords = "".join(f", {key}={value!r}" for key, value in origin.base_keywords.items() if origin.is_adapter)
+    inputs = 'tokenizer("...", return_tensors="pt")'
+    if origin.chat_template_sha256 is not None:
+        turns = [{"role": "user", "content": "..."}]
+        if config.dataset.system_prompt is not None:
+            turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
+        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        inputs = f"tokenizer.apply_chat_template({turns}, {options})"
+    return f"""from {package} import {model_class}
+from transformers import AutoTokenizer
+
+folder = "."  # or this model's name on the hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = {model_class}.from_pretrained(folder{keywords})
+inputs = {inputs}
+answer = model.generate(**inputs, max_new_tokens=256)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+
+
+def _scores(evaluations: list[dict[str, Any]]) -> str:
+    """The scores of the evaluations side by side."""
+    if not evaluations:
+        return "No evaluation of these weights is recorded."
+    rows = []
+    for name, task in {name: task for item in evaluations for name, task in item["tasks"].items()}.items():
+        scores = [item["tasks"].get(name) for item in evaluations]
+        cells = ["-" if score is None else score_in_words(score, as_share=False) for score in scores]
+        rows.append([name, task["metric"], str(task["num_items"]), *cells])
+    columns = [item["when"] + (f" (first {item['limit']})" if item.get("limit") else "") for item in evaluations]
+    version = evaluations[-1].get("harness_version")
+    note = f"\n\nBy lm-evaluation-harness {version}; ± is the standard error." if version else ""
+    return _table(["task", "metric", "items", *columns], rows) + note
+
+
+def _table(head: list[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _summary(origin: ExportOrigin, config: RunConfig) -> str:
+    name = config.model.name or _shared(config.model.path or "")
     base = f"{name} at {config.model.revision}" if config.model.revision else name
     if config.model.weights is Weights.random:
         base = f"the architecture of {name} with random weights"
-    what = "A LoRA adapter for" if origin.is_adapter else "A full model, supervised fine-tuning of"
+    kind = "A LoRA adapter for" if origin.is_adapter else "A full model, supervised fine-tuning of"
     if origin.is_merged:
-        what = "A LoRA adapter, merged into its base model:"
-    sentences = [f"{what} {base}, {origin.num_parameters:,} numbers in {origin.dtype}."]
+        kind = "A LoRA adapter, merged into its base model:"
+    sentences = [f"{kind} {base}, {origin.num_parameters:,} numbers in {origin.dtype}."]
     if origin.base_keywords:
-        stretched = f"Its positions are stretched {config.model.yarn_factor:g} times by YaRN"
-        sentences.append(f"{stretched}{', so load the base as below.' if origin.is_adapter else '.'}")
+        sentences.append(f"The positions of its base are stretched {config.model.yarn_factor:g} times by YaRN.")
     if config.peft.method is PeftMethod.qlora:
-        merged = ", and merged into that base, quantized and back" if origin.is_merged else ""
-        sentences.append(f"The adapter was trained over a base quantized to 4 bits (QLoRA){merged}.")
+        sentences.append("The adapter was trained over a base quantized to 4 bits (QLoRA).")
     return " ".join(sentences)
 
 
@@ -102,22 +129,17 @@ def _rows(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tu
         rows.append((config.peft.method.name, f"rank {config.peft.rank}, alpha {config.peft.alpha:g}"))
     rows.append(("optimizer", f"{optimizer.name.name}, learning rate {optimizer.learning_rate:g}"))
     rows.append(("steps", str(origin.step) if origin.step is not None else "not recorded"))
-    seen = [line for line in (*record.training, *record.validation) if int(line["step"]) <= (origin.step or 0)]
-    for key, name in (("loss", "loss"), ("validation_loss", "validation loss")):
-        if lines := [line for line in seen if line.get(key) is not None]:
-            ends = [f"{line[key]:.4f} at step {line['step']}" for line in (lines[0], lines[-1])]
-            rows.append((name, ", ".join(ends)))
-    code = manifest.get("code") or {}
+    for key in ("loss", "validation_loss"):
+        lines = [line for line in (*record.training, *record.validation) if line.get(key) is not None]
+        seen = [f"{line[key]:.4f} at step {line['step']}" for line in lines if line["step"] <= (origin.step or 0)]
+        if seen:
+            rows.append((key.replace("_", " "), f"{seen[0]}, {seen[-1]}"))
     return [
         *rows,
         ("recipe", origin.recipe or "none"),
         ("run", origin.run),
         ("exported from", f"{origin.source} ({origin.stored_as})"),
-        ("configuration, SHA-256", origin.config_sha256),
-        (
-            "code",
-            f"{code.get('git_commit') or 'not recorded'}{' with changes' if code.get('is_clean') is False else ''}",
-        ),
+        ("code", (manifest.get("code") or {}).get("git_commit") or "not recorded"),
         ("checked", check_text(origin)),
     ]
 
@@ -133,20 +155,13 @@ def _evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]
     last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
     sources = (origin.source, _FINAL) if is_final else (origin.source,)
-    found = [record.after] if is_final and record.after is not None else []
-    found += [item for item in record.evaluations if item["model"] in sources]
-    return [record.before, *found] if found and record.before is not None else found
+    evaluations = [record.after] if is_final and record.after is not None else []
+    evaluations += [item for item in record.evaluations if item["model"] in sources]
+    return [record.before, *evaluations] if evaluations and record.before is not None else evaluations
 
 
 def check_text(origin: ExportOrigin) -> str:
     """How the written files compare with the checkpoint, in words."""
-    if origin.logits is None:
-        rounded = "" if origin.is_exact else f" rounded to {origin.dtype}"
-        return f"read again, its tensors equal the checkpoint's{rounded}"
-    if origin.is_exact:
-        return f"loaded again, the logits of {origin.logits} equal the checkpoint's bit for bit"
     return (
-        f"loaded again, the logits of {origin.logits} differ from the checkpoint's by {origin.difference:.2g} "
-        f"(root mean square, relative); rounding explains {origin.allowed:.2g}"
-        f"{'' if origin.dtype == 'fp32' else '. --dtype fp32 keeps every digit of the training'}"
+        f"loaded again, it equals the checkpoint {'bit for bit' if origin.is_exact else f'rounded to {origin.dtype}'}"
     )

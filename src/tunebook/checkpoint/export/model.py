@@ -1,42 +1,48 @@
-"""What an export needs in addition to weights: architecture, generation settings and tokenizer; and the whole model.
+"""What is exported: the tokenizer, a whole model with its stored weights, or an adapter, alone or over its base.
 
-They come from the checkpoint's folder if it has them, or else from the run's configuration (FSDP saves no config.json).
+Architecture and generation settings come from the checkpoint's folder if it has them, or else from the run's
+configuration (FSDP saves no config.json).
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
 
-from tunebook.checkpoint.export.weights import Weights
-from tunebook.config.choices import PeftMethod
+from tunebook.checkpoint.export.weights import Weights, require_package
+from tunebook.config.choices import MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
-from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.errors import RequestError
-from tunebook.model.hub import hub_problem
+from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
+from tunebook.model.adapters import adapter_config, require_whole_adapter
 from tunebook.model.load import (
     attention_option,
     fit_embeddings,
     forget_unused_conversions,
     load_architecture,
+    load_model,
     model_location,
-    planned_architecture,
 )
-from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_tokenizer
+from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, load_tokenizer, trainer_tokenizer
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
 from tunebook.model.weight_files import require_complete
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+GENERATION_FILE = "generation_config.json"
 
 
 def find_tokenizer(config: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
@@ -53,51 +59,34 @@ def skeleton_of(config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerB
     Raises: RequestError for a base model that cannot be reached.
     """
     loader: Any = AutoModelForCausalLM
+    trust = config.model.trust_remote_code
+    if config.peft.method is PeftMethod.full and (folder / "config.json").is_file():
+        architecture = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
+    else:
+        architecture = copy.deepcopy(load_architecture(config.model))
     with no_init_weights():
         model: PreTrainedModel = loader.from_config(
-            copy.deepcopy(_architecture(config, folder)),
-            trust_remote_code=config.model.trust_remote_code,
+            architecture,
+            trust_remote_code=trust,
             attn_implementation=attention_option(config.attention.implementation),
         )
     model.tie_weights()
     model = fit_embeddings(config.model, model)
-    model.generation_config = _generation(config, folder) or model.generation_config
+    generation: Any = GenerationConfig
+    with suppress(OSError):  # generation settings are optional
+        if (folder / GENERATION_FILE).is_file():
+            model.generation_config = generation.from_pretrained(str(folder))
+        elif config.model.weights is Origin.pretrained:
+            place = model_location(config.model)
+            model.generation_config = generation.from_pretrained(place, revision=config.model.revision)
     agree_on_tokens(model, tokenizer)
     return model
-
-
-def _architecture(config: RunConfig, folder: Path) -> PretrainedConfig:
-    if config.peft.method is PeftMethod.full and (folder / "config.json").is_file():
-        trust = config.model.trust_remote_code
-        try:
-            stored: PretrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
-        except (OSError, ValueError) as error:
-            raise hub_problem(error, "model", str(folder)) from error
-        return stored
-    try:
-        return load_architecture(config.model)
-    except RequestError:  # the base is gone or has changed; without weights the plan's sizes are enough
-        if config.model.facts is None:
-            raise
-        return planned_architecture(config.model)
-
-
-def _generation(config: RunConfig, folder: Path) -> Any:
-    kind: Any = GenerationConfig
-    try:
-        if (folder / "generation_config.json").is_file():
-            return kind.from_pretrained(str(folder))
-        if config.model.weights is Origin.pretrained:
-            return kind.from_pretrained(model_location(config.model), revision=config.model.revision)
-    except OSError:  # generation settings are optional
-        pass
-    return None
 
 
 def whole_model(skeleton: PreTrainedModel, weights: Weights, place: str) -> PreTrainedModel:
     """The model with stored weights, in the format of most of them.
 
-    Raises: RequestError for weights that are missing, unexpected, misshapen, or differ where the model has one tensor.
+    Raises: RequestError for weights that are missing, unexpected or misshapen.
     """
     loader: Any = type(skeleton)
     model, info = loader.from_pretrained(
@@ -110,12 +99,6 @@ def whole_model(skeleton: PreTrainedModel, weights: Weights, place: str) -> PreT
     )
     kinds = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     require_complete(**kinds, place=place)
-    if model.all_tied_weights_keys != skeleton.all_tied_weights_keys:
-        raise RequestError(
-            f"the weights in {place} cannot be exported: the embeddings and the head are one tensor in this "
-            "architecture (tie_word_embeddings) and differ here; name another checkpoint with --checkpoint",
-            problem_id="export-weights",
-        )
     # Shards have the names of modules. Saved like a new model's, they get the names of published files.
     if set(weights) <= set(skeleton.state_dict()):
         model._weight_conversions = None
@@ -123,6 +106,61 @@ def whole_model(skeleton: PreTrainedModel, weights: Weights, place: str) -> PreT
     model.generation_config = skeleton.generation_config
     whole: PreTrainedModel = model.eval()
     return whole
+
+
+def adapter_settings(config: RunConfig, folder: Path, weights: Weights, skeleton: PreTrainedModel | None) -> PeftConfig:
+    """An adapter's settings with the names of the modules that they select.
+
+    The shards of a strategy come without them: they are the run's, over the base `skeleton`, which gives up its memory.
+    Raises: RequestError for shards whose tensors are missing, unexpected or misshapen.
+    """
+    from peft import PeftConfig
+
+    if skeleton is None:
+        settings: PeftConfig = PeftConfig.from_pretrained(str(folder))
+    else:
+        made = adapter_config(config, skeleton, added_token_ids(config.model, trainer_tokenizer(config)))
+        assert made is not None
+        base: Any = skeleton
+        settings = _attached(base.to(device="meta"), made, weights, folder).peft_config["default"]
+    settings.base_model_name_or_path = config.model.name or settings.base_model_name_or_path
+    settings.inference_mode = True
+    return settings
+
+
+def adapted_base(config: RunConfig, settings: PeftConfig, weights: Weights, dtype: torch.dtype, folder: Path) -> Any:
+    """The base in a number format with the trained adapter, not merged. Raises: RequestError if it cannot be loaded.
+
+    Random weights are drawn as the run drew them. The base of a QLoRA run is quantized to 4 bits and back, as training
+    computed with it.
+    """
+    from peft import set_peft_model_state_dict
+
+    if config.peft.method is PeftMethod.qlora:
+        require_package("bitsandbytes", "--merge: the base was quantized by bitsandbytes")
+        quantized: Any = load_model(config)
+        base = quantized.dequantize()
+        base._weight_conversions = None  # reading and quantizing cannot be reversed; it is saved like a new model
+    else:
+        precision = config.precision
+        if config.model.weights is Origin.pretrained:  # read in the requested format, without another copy
+            master = MasterWeights.bf16 if dtype is torch.bfloat16 else MasterWeights.fp32
+            precision = replace(precision, master_weights=master)
+        base = load_model(replace(config, precision=precision, peft=PeftSettings()))
+    adapted = _attached(in_format(base, dtype), settings, weights, folder)
+    set_peft_model_state_dict(adapted, weights)
+    return adapted.eval()
+
+
+def _attached(base: Any, settings: PeftConfig, weights: Weights, folder: Path) -> Any:
+    """The base with an untrained adapter, which has the names and shapes of the stored one."""
+    from peft import get_peft_model
+
+    fresh = copy.deepcopy(settings)
+    fresh.inference_mode = False
+    adapted = get_peft_model(base, fresh)
+    require_whole_adapter(adapted, {name: tuple(tensor.shape) for name, tensor in weights.items()}, folder)
+    return adapted
 
 
 def most_frequent(weights: Weights) -> torch.dtype:

@@ -15,38 +15,51 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers.utils import logging
 
-from tunebook.checkpoint.export.adapter import adapted_base, adapter_settings, save_adapter
 from tunebook.checkpoint.export.card import ExportOrigin, card, check_text
-from tunebook.checkpoint.export.model import find_tokenizer, skeleton_of, whole_model
-from tunebook.checkpoint.export.source import Source, choose_source
+from tunebook.checkpoint.export.model import (
+    GENERATION_FILE,
+    adapted_base,
+    adapter_settings,
+    find_tokenizer,
+    skeleton_of,
+    whole_model,
+)
 from tunebook.checkpoint.export.weights import Form, form_of, read_weights
 from tunebook.checkpoint.export.write import (
+    apply_umask,
     compare,
     logits_of,
     new_folder,
-    new_place,
+    save_adapter,
     save_model,
-    share,
 )
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, named_as_checkpoints, step_of
 from tunebook.checkpoint.save import seal_files
+from tunebook.checkpoint.verify import (
+    MODEL_FOLDER,
+    newest_checkpoint,
+    require_unchanged_model,
+    skipped_checkpoints,
+    verified_record,
+)
 from tunebook.config.choices import PeftMethod
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import AttentionConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.files import atomic_write_text
-from tunebook.model.adapters import merged
+from tunebook.model.adapters import holds_model, merged
 from tunebook.model.base_config import read_dtype
+from tunebook.model.load import load_architecture
 from tunebook.model.positions import stretched_keys
 from tunebook.model.tokenizer import agree_on_tokens
 from tunebook.record.manifest import read_manifest
 from tunebook.record.model_origin import check_base, check_bound, origin_of, write_origin
 from tunebook.record.run_folder import RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
-from tunebook.terminal import print_text, quiet_libraries
+from tunebook.terminal import quiet_libraries
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,23 +70,6 @@ class Exported:
 
     folder: Path
     origin: ExportOrigin
-
-
-def export_command(run: str, outputs: Path, console: Console, **options: Any) -> None:
-    """Export and print the result. `options` and errors are those of `export_run`."""
-
-    def say(line: str) -> None:
-        print_text(line, console)
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    with quiet_libraries():
-        exported = export_run(run, outputs, say, **options)
-    origin = exported.origin
-    kind = "adapter" if origin.is_adapter else "merged model" if origin.is_merged else "model"
-    say(f"written: {exported.folder}")
-    say(f"  {kind} of {origin.num_parameters:,} numbers in {origin.dtype}")
-    say(f"  {check_text(origin)}")
-    say(f"  to upload it: hf upload ORG/NAME {shlex.quote(str(exported.folder))} --private")
 
 
 def export_run(
@@ -94,10 +90,9 @@ def export_run(
     folder = resolve_run(target, outputs)
     read_manifest(folder)  # which names the run, or there is nothing to say of the model
     run, config = read_run(folder), load_config(folder / RUN_FILE)
-    source = choose_source(run, checkpoint)
-    form = form_of(source.folder)
-    name = "-".join(filter(None, (source.folder.name, "merged" if merge else None, dtype)))
-    place = new_place(to if to is not None else run.folder / "exports" / name)
+    source, step = choose_source(run, checkpoint)
+    name = "-".join(filter(None, (source.name, "merged" if merge else None, dtype)))
+    place = (to if to is not None else run.folder / "exports" / name).expanduser().absolute()
     if merge and config.peft.method is PeftMethod.full:
         raise RequestError(
             f"--merge: {run.name} trained the whole model (peft.method=full), so there is no adapter to merge; leave "
@@ -109,47 +104,87 @@ def export_run(
         check_base(origin_of(run.folder), config.model, way_out=without)
     kernel = WITHOUT_KERNEL if config.attention.implementation is WITHOUT_KERNEL else MASKED  # both run on a CPU
     config = replace(config, attention=AttentionConfig(implementation=kernel))
-    say(f"exporting {source.name_in(run.folder)} of {run.name} ({form.value}) to {place}")
-    with new_folder(place) as unfinished:
-        origin = _write(run, config, source, form, _format(config, dtype, merge=merge), unfinished, merge=merge)
+    say(f"exporting {source.relative_to(run.folder)} of {run.name} ({form_of(source).value}) to {place}")
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with quiet_libraries(), new_folder(place) as unfinished:
+        origin = _write(run, config, source, step, _format(config, dtype, merge=merge), unfinished, merge=merge)
+    kind = "adapter" if origin.is_adapter else "merged model" if origin.is_merged else "model"
+    say(f"written: {place}")
+    say(f"  {kind} of {origin.num_parameters:,} numbers in {origin.dtype}")
+    say(f"  {check_text(origin)}")
+    say(f"  to upload it: hf upload ORG/NAME {shlex.quote(str(place))} --private")
     return Exported(folder=place, origin=origin)
 
 
-def _format(config: RunConfig, asked: str | None, *, merge: bool) -> torch.dtype | None:
-    """The format to write: the one asked for, the base model's, or None for that of the stored weights."""
-    if asked is not None:
-        return _DTYPES[asked]
+def choose_source(run: RunRecord, checkpoint: str | None) -> tuple[Path, int | None]:
+    """The folder of the weights, after every hash is verified, and the optimizer steps that they have seen.
+
+    It is the named checkpoint, else the trained model, else the newest complete checkpoint.
+    Raises: RequestError if there is nothing, DataError for a damaged checkpoint.
+    """
+    model, checkpoints = run.folder / MODEL_FOLDER, run.folder / CHECKPOINTS_FOLDER
+    if checkpoint is None and holds_model(model):
+        require_unchanged_model(run.folder, by_hash=True)
+        return model, run.model_step
+    folder = newest_checkpoint(run.folder)
+    if checkpoint is not None:
+        folder = checkpoints / (f"checkpoint-{checkpoint}" if checkpoint.isdecimal() else checkpoint)
+    names = [path.name for path in reversed(named_as_checkpoints(checkpoints)) if not path.is_symlink()]
+    if folder is None or folder.name not in names or folder.parent != checkpoints:
+        skipped = "".join(f"; {path.name}: {problem}" for path, problem in skipped_checkpoints(run.folder).items())
+        raise RequestError(
+            f"there is no complete checkpoint to export in {run.folder}, or not the named one; its checkpoints: "
+            f"{', '.join(names) or 'none'}{skipped}. Name one with --checkpoint STEP, or resume the run until it has "
+            "saved (training.save_every_steps)",
+            problem_id="export-no-checkpoint",
+        )
+    verified_record(folder)
+    return folder, step_of(folder)
+
+
+def _format(config: RunConfig, requested: str | None, *, merge: bool) -> torch.dtype | None:
+    """The format to write: the requested one, the base model's, or None for that of the stored weights."""
+    if requested is not None:
+        return _DTYPES[requested]
     published = read_dtype(config.model) if merge or config.peft.method is PeftMethod.full else None
-    found: torch.dtype | None = getattr(torch, published) if published is not None else None
-    return found
+    dtype: torch.dtype | None = getattr(torch, published) if published is not None else None
+    return dtype
 
 
 def _write(
     run: RunRecord,
     config: RunConfig,
-    source: Source,
-    form: Form,
+    stored: Path,
+    step: int | None,
     dtype: torch.dtype | None,
     folder: Path,
     *,
     merge: bool,
 ) -> ExportOrigin:
-    """Write everything in an exported folder."""
-    stored, is_adapter, recorded = source.folder, config.peft.method is not PeftMethod.full, origin_of(run.folder)
+    """Write everything in an exported folder, from the weights in the folder `stored`."""
+    form = form_of(stored)
+    is_adapter, recorded = config.peft.method is not PeftMethod.full, origin_of(run.folder)
     assert recorded is not None
     tokenizer = find_tokenizer(config, stored)
     check_bound(recorded, tokenizer, config.dataset.system_prompt)
-    skeleton = skeleton_of(config, stored, tokenizer)
     weights = read_weights(stored, form, is_adapter=is_adapter)
-    base_keywords = stretched_keys(skeleton.config, config.model)
-    settings = adapter_settings(config, stored, skeleton, weights) if is_adapter else None
+    skeleton = skeleton_of(config, stored, tokenizer) if form is not Form.adapter else None
+    base_keywords = {}
+    if config.model.yarn_factor is not None:
+        architecture = skeleton.config if skeleton is not None else load_architecture(config.model)
+        base_keywords = stretched_keys(architecture, config.model)
+    settings = adapter_settings(config, stored, weights, skeleton) if is_adapter else None
     if settings is not None and not merge:
         written = save_adapter(settings, weights, dtype, folder)
-        skeleton.generation_config.save_pretrained(str(folder))
+        if skeleton is not None:
+            skeleton.generation_config.save_pretrained(str(folder))
+        else:
+            shutil.copy2(stored / GENERATION_FILE, folder)
     else:
         if settings is not None:
-            model: Any = adapted_base(config, settings, weights, dtype or torch.float32)
+            model: Any = adapted_base(config, settings, weights, dtype or torch.float32, stored)
         else:
+            assert skeleton is not None
             model = whole_model(skeleton, weights, str(stored))
         del weights
         own = logits_of(model)
@@ -163,14 +198,13 @@ def _write(
         written = compare(folder, own, cast, config)
     tokenizer.save_pretrained(str(folder))
     for file in folder.iterdir():
-        share(file)
-    record = source.record
+        apply_umask(file)
     origin = ExportOrigin(
-        **asdict(recorded) | ({"config_sha256": record.identity.config_sha256} if record is not None else {}),
+        **asdict(recorded),
         **asdict(written),
-        source=source.name_in(run.folder),
+        source=str(stored.relative_to(run.folder)),
         stored_as=form.value,
-        step=source.step,
+        step=step,
         base_keywords=base_keywords,
         is_adapter=is_adapter and not merge,
         is_merged=merge,

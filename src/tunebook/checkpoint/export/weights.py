@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from tunebook.checkpoint.unpickling import restricted_unpickling, root_cause
-from tunebook.errors import RequestError, TunebookError, first_line
+from tunebook.checkpoint.unpickling import restricted_unpickling
+from tunebook.errors import RequestError
 from tunebook.model.adapters import ADAPTER_FILE
 from tunebook.model.weight_files import find_weight_files, read_shapes
 
@@ -32,7 +31,6 @@ Weights = dict[str, torch.Tensor]
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _FSDP_FOLDER = "pytorch_model_fsdp_0"  # accelerate's name
 _FSDP_KEY = "model"  # accelerate 1.15 saves {"model": state_dict} (`save_fsdp_model`)
-_ZERO_TAG = "latest"  # DeepSpeed's file with the name of the folder
 _ADAPTER_NAME = "default"  # PEFT's name for the one adapter of a model, which is in the names of its shards
 _OF_THE_BASE = (".base_layer.", ".original_module.")
 
@@ -47,7 +45,7 @@ class Form(Enum):
 
 
 def form_of(folder: Path) -> Form:
-    """How the weights in a folder are stored. Raises: RequestError for a folder without any that can be read."""
+    """How the weights in a complete checkpoint, or a trained model's folder, are stored."""
     adapter = folder / ADAPTER_WEIGHTS
     # Where DeepSpeed does not gather, transformers leaves an adapter file without a tensor, and the partitions.
     if (folder / ADAPTER_FILE).is_file() and adapter.is_file() and read_shapes([adapter]):
@@ -56,41 +54,21 @@ def form_of(folder: Path) -> Form:
         return Form.whole
     if (folder / _FSDP_FOLDER / ".metadata").is_file():
         return Form.fsdp
-    if (folder / _ZERO_TAG).is_file():
-        return Form.zero
-    raise RequestError(
-        f"{folder} holds no weights that can be exported (model.safetensors or its index, {ADAPTER_WEIGHTS}, "
-        f"{_FSDP_FOLDER}/ or ZeRO's {_ZERO_TAG}; pickled weights are never loaded, since they can run code); name a "
-        "run's checkpoint with --checkpoint STEP",
-        problem_id="export-no-weights",
-    )
+    return Form.zero
 
 
 def read_weights(folder: Path, form: Form, *, is_adapter: bool) -> Weights:
     """The weights in a folder: of a whole model by the names of its modules or files, of an adapter by PEFT's names.
 
-    Raises: RequestError for damaged files, DataError for a file that would run code.
+    Raises: DataError for a file that would run code.
     """
-    try:
-        if form is Form.fsdp:
-            weights = _fsdp_weights(folder / _FSDP_FOLDER)
-        elif form is Form.zero:
-            lazy = zero_weights(folder, is_adapter=is_adapter)
-            weights = {name: tensor.contiguous() for name, tensor in lazy.items()}
-        else:
-            files = [folder / ADAPTER_WEIGHTS] if form is Form.adapter else find_weight_files(folder)
-            weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except TunebookError:
-        raise
-    except (Exception, CheckpointException) as error:  # a CheckpointException is no Exception
-        cause = root_cause(error)
-        if not isinstance(cause, Exception):  # Ctrl-C is wrapped, too
-            raise cause from error
-        raise RequestError(
-            f"the weights in {folder} ({form.value}) cannot be read: {type(cause).__name__}: {first_line(cause)}; name "
-            "another checkpoint with --checkpoint, or restore this one from a copy",
-            problem_id="weights-file-damaged",
-        ) from error
+    if form is Form.fsdp:
+        weights = _fsdp_weights(folder / _FSDP_FOLDER)
+    elif form is Form.zero:
+        weights = _zero_weights(folder, is_adapter=is_adapter)
+    else:
+        files = [folder / ADAPTER_WEIGHTS] if form is Form.adapter else find_weight_files(folder)
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return _adapter_names(weights) if is_adapter else weights
 
 
@@ -101,26 +79,28 @@ def _fsdp_weights(folder: Path) -> Weights:
     return weights
 
 
-def zero_weights(checkpoint: Path, *, is_adapter: bool) -> dict[str, Any]:
-    """The parameters of a ZeRO checkpoint in their master precision; `contiguous` makes each a tensor.
+def _zero_weights(checkpoint: Path, *, is_adapter: bool) -> Weights:
+    """The parameters of a ZeRO checkpoint in their master precision.
 
-    Under stage 3 each is put together only then. Of stages 1 and 2, DeepSpeed joins all of them at once. Raises: any
+    Under stage 3 they are put together one by one. Of stages 1 and 2, DeepSpeed joins all of them at once. Raises: any
     error of DeepSpeed, RequestError if it is not installed.
     """
     require_package("deepspeed", f"{checkpoint} was written by DeepSpeed, which reads it")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with restricted_unpickling(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        weights: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
+        lazy: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
             str(checkpoint), exclude_frozen_parameters=is_adapter, lazy_mode=True
         )
-    return weights
+    return {name: tensor.contiguous() for name, tensor in lazy.items()}
 
 
-def require_package(name: str, why: str) -> None:
+def require_package(name: str, reason: str) -> None:
     """Raises: RequestError if a package is not installed."""
     if find_spec(name) is None:
-        raise RequestError(f"{why}, and {name} is not installed; type: pip install {name}", problem_id="export-package")
+        raise RequestError(
+            f"{reason}, and {name} is not installed; type: pip install {name}", problem_id="export-package"
+        )
 
 
 def _adapter_names(weights: Weights) -> Weights:

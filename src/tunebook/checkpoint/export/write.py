@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tunebook.checkpoint.export.model import in_format
-from tunebook.checkpoint.export.weights import Weights
+from tunebook.checkpoint.export.model import in_format, most_frequent
+from tunebook.checkpoint.export.weights import ADAPTER_WEIGHTS, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.files import flush_folder
@@ -28,29 +29,26 @@ from tunebook.hardware.disk import is_disk_full, no_space, require_space
 from tunebook.model.load import attention_option
 from tunebook.parallel.wrapped import format_name
 
-ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk"
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+_ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk"
 _ROWS, _TOKENS = 2, 24
 _FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5 to 2
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
-
-
-def new_place(folder: Path) -> Path:
-    """The folder to write as an absolute path. Raises: RequestError if it exists."""
-    folder = folder.expanduser().absolute()
-    if folder.exists() or folder.is_symlink():
-        raise RequestError(
-            f"{folder} exists, and an export never writes over anything; name a new folder with --to FOLDER",
-            problem_id="export-target",
-        )
-    return folder
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A new folder that is renamed to `folder` at the end, and removed after an error. A killed export's is replaced.
 
-    Raises: DoesNotFitError if the disk fills up, RequestError if nothing may be written.
+    Raises: DoesNotFitError if the disk fills up, RequestError if it exists or nothing may be written.
     """
+    if folder.exists() or folder.is_symlink():
+        raise RequestError(
+            f"{folder} exists, and an export never writes over anything; name a new folder with --to FOLDER",
+            problem_id="export-target",
+        )
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -66,13 +64,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
         flush_folder(folder.parent)
     except Exception as error:
         if is_disk_full(error):
-            raise no_space("the export", folder, ELSEWHERE) from error
+            raise no_space("the export", folder, _ELSEWHERE) from error
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def share(file: Path) -> None:
+def apply_umask(file: Path) -> None:
     """Set a file's permissions by the user's umask: safetensors makes files readable by their owner only."""
     mask = os.umask(0)
     os.umask(mask)
@@ -81,34 +79,34 @@ def share(file: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written, and how it compares with the checkpoint."""
+    """What was written."""
 
     dtype: str
     num_parameters: int
-    is_exact: bool
-    difference: float = 0.0  # of the logits, relative root mean square
-    allowed: float = 0.0
-    logits: str | None = None  # the input that gave the logits; None: an adapter's tensors were compared
+    is_exact: bool  # the tensors of an adapter, or the logits of a model, are the checkpoint's bit for bit
+
+
+def save_adapter(settings: PeftConfig, weights: Weights, dtype: torch.dtype | None, folder: Path) -> Written:
+    """Write an adapter's files, read its weights again and compare them bit for bit. Raises: DifferenceError."""
+    cast = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
+    save_file(cast, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    settings.save_pretrained(str(folder))
+    written = load_file(folder / ADAPTER_WEIGHTS)
+    if written.keys() != cast.keys() or not all(torch.equal(written[name], cast[name]) for name in cast):
+        raise _differs("its tensors are others")
+    return Written(
+        dtype=format_name(most_frequent(cast)),
+        num_parameters=sum(tensor.numel() for tensor in cast.values()),
+        is_exact=all(torch.equal(tensor.float(), weights[name].float()) for name, tensor in cast.items()),
+    )
 
 
 def save_model(model: Any, dtype: torch.dtype, folder: Path) -> torch.Tensor:
-    """Write a model in a number format; returns its logits in it. Raises: RequestError for numbers not finite."""
-    require_space(folder, model.num_parameters() * dtype.itemsize, "the export", ELSEWHERE)
+    """Write a model in a number format; returns its logits in it."""
+    require_space(folder, model.num_parameters() * dtype.itemsize, "the export", _ELSEWHERE)
     in_format(model, dtype)
-    require_finite(dict(model.named_parameters()), dtype)
     model.save_pretrained(str(folder))
     return logits_of(model)
-
-
-def require_finite(weights: Weights, dtype: torch.dtype) -> None:
-    """Raises: RequestError naming tensors with numbers that are not finite."""
-    wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
-    if wrong:
-        raise RequestError(
-            f"{len(wrong)} of the weights are not finite in {format_name(dtype)}: {first_few(wrong, 5)}; export with "
-            "--dtype fp32, or name another checkpoint with --checkpoint",
-            problem_id="export-weights",
-        )
 
 
 def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConfig) -> Written:
@@ -126,22 +124,17 @@ def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConf
         attn_implementation=attention_option(config.attention.implementation),
     )
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
-        raise differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
-    found = logits_of(written.eval())
+        raise _differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
+    loaded = logits_of(written.eval())
     rounding = torch.finfo(written.dtype).eps
-    if not _relative_difference(found, cast) <= rounding:  # also for numbers that are not finite
-        raise differs(f"its logits differ by up to {float((found - cast).abs().max()):.3g}")
-    difference, allowed = _relative_difference(found, own), max(_FACTOR * rounding, _LEAST_ALLOWED)
-    if not difference <= allowed:
-        raise differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
-    where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
+    for other, allowed in ((cast, rounding), (own, max(_FACTOR * rounding, _LEAST_ALLOWED))):
+        difference = float((loaded - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
+        if not difference <= allowed:  # also for numbers that are not finite
+            raise _differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
     return Written(
         dtype=format_name(written.dtype),
         num_parameters=written.num_parameters(),
-        is_exact=torch.equal(found, own),
-        difference=difference,
-        allowed=allowed,
-        logits=where,
+        is_exact=torch.equal(loaded, own),
     )
 
 
@@ -154,15 +147,9 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits.float()
 
 
-def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The root mean square of the difference, relative to the other's."""
-    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
-
-
-def differs(what: str) -> DifferenceError:
-    """The error for written weights that are not the checkpoint's."""
+def _differs(how: str) -> DifferenceError:
     return DifferenceError(
-        f"the exported model, loaded again, is not the checkpoint's: {what}. Nothing was kept. Try another checkpoint, "
-        "and report this with the run's manifest.json",
+        f"the exported model, loaded again, is not the checkpoint's: {how}. Nothing was kept. Try --dtype fp32 or "
+        "another checkpoint, and report this with the run's manifest.json",
         problem_id="export-differs",
     )
