@@ -14,11 +14,9 @@ from torch import distributed
 from transformers.training_args import ParallelMode
 from trl import SFTConfig
 
-from tunebook.config.choices import Generation, Offload, Strategy
+from tunebook.config.choices import Generation, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.errors import RequestError
 from tunebook.processes import free_port
-from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train.spread import bound_deepspeed_groups, join_ranks
 
 from .conftest import outcome
@@ -31,23 +29,6 @@ def without_launcher(monkeypatch):
     for name in LAUNCHER:
         monkeypatch.setenv(name, "0")  # so that it is taken away again afterwards
         monkeypatch.delenv(name)
-
-
-def test_a_run_records_what_its_model_was_wrapped_in(config, run, changed, tmp_path):
-    start_manifest(make(tmp_path / "run"), config, world_size=1, command=["tunebook"])
-    folder, code, _ = run(changed(config, training={"max_steps": 1}))
-    assert code == 0
-    assert read_manifest(folder)["parallelism_found"] == {
-        "strategy": "single",
-        "wrapper": "Qwen2ForCausalLM",
-        "ranks": 1,
-    }
-    assert not (folder / "deepspeed.json").exists()
-
-
-def make(folder):
-    folder.mkdir()
-    return folder
 
 
 def test_model_without_fsdp_ends_with_7(config, run, changed, without_launcher):
@@ -128,18 +109,3 @@ def test_deepspeed_is_joined_and_makes_its_groups_with_the_same_timeout(
     assert timeout_of(cdb.new_group([0])) == timedelta(minutes=30)
     bound_deepspeed_groups(config)
     assert timeout_of(cdb.new_group([0])) == timedelta(seconds=88)
-
-
-def test_groups_of_others_are_left_alone(config):
-    config.parallelism = ParallelismConfig(strategy=Strategy.ddp)
-    bound_deepspeed_groups(config)
-
-
-def test_nvme_without_libaio_is_refused_before_the_model_is_loaded(config, without_launcher, monkeypatch):
-    builders = SimpleNamespace(AsyncIOBuilder=lambda: SimpleNamespace(is_compatible=lambda: False))
-    fake = SimpleNamespace(init_distributed=lambda **settings: None)
-    monkeypatch.setitem(sys.modules, "deepspeed", fake)
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", builders)
-    config.parallelism = ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.nvme, nvme_path="/disk")
-    with pytest.raises(RequestError, match=r"apt install libaio-dev"):
-        join_ranks(config)

@@ -54,7 +54,7 @@ def test_no_division_by_zero_without_trained_tokens():
     assert totals.take(of_this_rank) == {"entropy": 0.0, "mean_token_accuracy": 0.0}
 
 
-def test_loss_is_upstreams_without_a_synchronisation(config, run, monkeypatch):
+def test_loss_is_upstreams_without_a_synchronization(config, run, changed, monkeypatch):
     ours, compared = RecipeTrainer.compute_loss, []
 
     def both(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -73,9 +73,8 @@ def test_loss_is_upstreams_without_a_synchronisation(config, run, monkeypatch):
         return found
 
     monkeypatch.setattr(RecipeTrainer, "compute_loss", both)
-    _, code, _ = run(config)
-    assert code == 0
-    assert len(compared) >= 6
+    _, code, _ = run(changed(config, training={"max_steps": 2}))
+    assert (code, len(compared)) == (0, 4)  # two passes a step
     for mine, theirs in compared:  # of two passes, whose sums may be in another order
         assert mine == pytest.approx(theirs, rel=1e-6)
 

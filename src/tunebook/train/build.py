@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedModel, PrinterCallback
-from transformers.integrations.integration_utils import TensorBoardCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.collectives import background_group, on_first_rank
@@ -35,7 +33,7 @@ from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_ar
 from tunebook.train.callbacks import StartRecord
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.methods.sft import RecipeTrainer
-from tunebook.train.reporting import ResumableTensorBoard, set_up_tracking
+from tunebook.train.reporting import set_up_tracking
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 
@@ -47,7 +45,7 @@ def build_trainer(
     assert plan.total_steps is not None
     validation = prepared.validation
     is_first_rank = os.environ.get("RANK", "0") == "0"
-    set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank, say=partial(print, flush=True))
+    set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank)
     arguments, model, sequence = _load(config, plan, folder, clock, has_validation=validation is not None)
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index // plan.sequence_group_size, plan.data_ranks
@@ -87,8 +85,6 @@ def build_trainer(
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
-    if trainer.pop_callback(TensorBoardCallback) is not None:
-        trainer.add_callback(ResumableTensorBoard())  # type: ignore[no-untyped-call]
     return trainer
 
 

@@ -15,16 +15,10 @@ in rows of the same shape, where rounding is equal.
 Many layers can amplify rounding: it moved logits of gpt-oss-20b by 0.22 and those of Gemma 4 E4B by 0.35, with random
 weights on an H100; in fp32, small layers like Gemma 4's agree to 1e-4. So what rounding does to rows of other shapes is
 measured too, where nothing else can differ: the second document alone, and ahead of the first one in their row.
-
-An indexer, as in DeepSeek V3.2, chooses the tokens that each token attends to by a sum of ReLUs, which is exactly 0 for
-many. Which of equal ones are chosen depends on the row's length, and not on what is in it. So rows of other shapes are
-compared with all tokens chosen, and rows of the same shape as the model chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,8 +54,6 @@ _LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
 # which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384 terms of a 7B model's feed-forward network.
 # Measured on an H200 without TF32: 145 roundoffs (Qwen2.5-3B), 116 (6 layers of the 7B).
 _FP32_SUM_ROUNDOFFS = 128.0
-_NUM_CHOSEN = "index_topk"  # by this name, how many tokens each indexer chooses
-_MOST_TOKENS = 2 * sum(LENGTHS_FOR_FLEX)  # more than any row here has
 
 
 class Forward(Protocol):
@@ -72,23 +64,6 @@ class Forward(Protocol):
 
     def loss(self, documents: list[list[int]]) -> tuple[float, int]:
         """The summed negative log-likelihood as training computes it, and how many tokens it counts."""
-
-    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
-        """While it lasts, no indexer leaves out a token; its value says whether one otherwise does."""
-
-
-@contextmanager
-def all_tokens_chosen(model: torch.nn.Module) -> Iterator[bool]:
-    """`Forward.all_tokens_chosen` for a model."""
-    chosen = {each: number for each in model.modules() if isinstance(number := getattr(each, _NUM_CHOSEN, None), int)}
-    choosing = {each: number for each, number in chosen.items() if number < _MOST_TOKENS}
-    try:
-        for each in choosing:
-            setattr(each, _NUM_CHOSEN, _MOST_TOKENS)
-        yield bool(choosing)
-    finally:
-        for each, number in choosing.items():
-            setattr(each, _NUM_CHOSEN, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +120,8 @@ def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -
     )
 
 
-def compile_kernels(forward: Forward, lengths: tuple[int, int] = LENGTHS) -> None:
-    """Run the first passes, in which kernels are compiled and loaded."""
-    row = [[0] * lengths[0], [1] * lengths[1]]
-    forward.logits(row)
-    forward.loss(row)
-
-
 def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int] = LENGTHS) -> Isolation:
-    """Measure with eight or nine forward passes over at most two documents. It uses its own random generator."""
+    """Measure with eight forward passes over at most two documents. It uses its own random generator."""
     draw, length = np.random.default_rng(0), lengths[0]
     first = draw.integers(0, vocab_size, length)
     second = draw.integers(0, vocab_size, lengths[1]).tolist()
@@ -162,14 +130,11 @@ def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int
     together = forward.logits([first, second])[length:]
     moved = _distances(forward.logits([other, second])[length:], together).max()
     leaking = _distances(forward.logits([first + second])[length:], together).max()
-    with forward.all_tokens_chosen() as has_indexers:
-        if has_indexers:
-            together = forward.logits([first, second])[length:]
-        logits_alone = forward.logits([second])
-        alone = _distances(together, logits_alone)
-        rounding = _distances(forward.logits([second, first])[: lengths[1]], logits_alone)
-        (loss_together, tokens_together) = forward.loss([first, second])
-        apart = [forward.loss([document]) for document in (first, second)]
+    logits_alone = forward.logits([second])
+    alone = _distances(together, logits_alone)
+    rounding = _distances(forward.logits([second, first])[: lengths[1]], logits_alone)
+    loss_together, tokens_together = forward.loss([first, second])
+    apart = [forward.loss([document]) for document in (first, second)]
     return Isolation(
         moved=float(moved),
         alone=float(alone.max()),

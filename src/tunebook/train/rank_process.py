@@ -7,7 +7,6 @@ Ctrl-C, SIGTERM, Slurm's SIGUSR1 and a file in the run folder ask a rank to fini
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import signal
@@ -65,23 +64,6 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._name = signal.Signals(number).name
-
-
-@contextmanager
-def importing_libraries() -> Iterator[None]:
-    """Import libraries without garbage collection, and exclude what they allocate from later collections.
-
-    Importing what a rank needs took 5.0 s of CPU time instead of 6.1 s.
-    """
-    hide_import_warnings()
-    was_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_collecting:
-            gc.enable()
 
 
 def hide_import_warnings() -> None:

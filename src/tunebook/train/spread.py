@@ -15,8 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError
-from tunebook.facts.sharing import offloaded_states, uses_nvme
+from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
@@ -48,8 +47,6 @@ def join_ranks(config: RunConfig) -> None:
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timeout)
     elif is_on_cpu and "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", timeout=timeout)
-    if uses_nvme(config):
-        _require_libaio()
 
 
 def bound_deepspeed_groups(config: RunConfig) -> None:
@@ -74,18 +71,6 @@ def _announce_compilation() -> None:
             "DeepSpeed compiles its operators when they are first used, which takes 1 to 4 minutes; if it never ends, "
             f"a killed process left a file there: find {folder} -name lock -delete",
             flush=True,
-        )
-
-
-def _require_libaio() -> None:
-    """Check early: DeepSpeed would fail with a traceback after the model is loaded."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        raise RequestError(
-            "parallelism.offload_optimizer=nvme and offload_parameters=nvme need libaio, which is not installed; try "
-            "`apt install libaio-dev`, or parallelism=zero3_offload",
-            problem_id="libaio-missing",
         )
 
 
