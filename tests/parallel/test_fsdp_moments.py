@@ -133,11 +133,17 @@ def test_the_heads_gradient_is_reduced_first_after_a_pass_without_gradients_too(
         assert reduced == ["model.norm, lm_head", *layers, "model.embed_tokens"]
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("choice", ["fsdp", "fsdp_grad_op"])
+@pytest.mark.parametrize(
+    ("choice", "is_tied"),
+    [
+        ("fsdp", True),
+        ("fsdp_grad_op", False),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("fsdp", False), ("fsdp_grad_op", True))),
+    ],
+)
 def test_a_step_of_wide_layers_is_planned_as_it_is(config_on, pretended_ranks, choice, is_tied):
     traced, num_parameters = _most_bytes(pretended_ranks, is_tied=is_tied, reshards=choice == "fsdp")
-    config = config_on(choice, RANKS, "model.compile_layers=false", "activation=stored", "attention=sdpa")
+    config = config_on(choice, RANKS)
     config.packing.row_length, config.training.micro_batch_size = TOKENS, 1
     assert config.model.facts is not None
     facts = replace(

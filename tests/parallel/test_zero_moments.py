@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from tunebook.config.choices import MixedPrecision
 from tunebook.plan.memory.ledger import Moment
 from tunebook.plan.memory.rows import step_ledger
 from tunebook.plan.memory.states import state_bytes, step_gradient_bytes
 
 from ..plan.memory.layers import llama_layers
 
+pytestmark = pytest.mark.nightly  # a process with DeepSpeed takes half a minute
 RANKS = 4
 # Of stages 1 and 2 rank 0, which has a piece of nothing but the embeddings, holds most in the step, and rank 1, which
 # has the rest of them and of layers, between passes. One process each: nothing can be measured after stage 3.
@@ -58,7 +60,7 @@ def planned(config_on, followed):
 
     def plan(case):
         stage, number_format = case.split("-")
-        config = config_on(f"zero{stage}", RANKS, f"parallelism.mixed_precision={number_format}")
+        config = config_on(f"zero{stage}", RANKS, mixed_precision=MixedPrecision[number_format])
         sizes = {name: followed[case][name] for name in SIZES}
         facts = replace(config.model.facts, **sizes, tie_word_embeddings=False)
         facts.measured = llama_layers(facts)

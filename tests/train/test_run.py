@@ -109,7 +109,6 @@ def test_trackers_and_checkpoints_get_the_numbers_of_the_metrics(config, run, ch
         assert numbers.items() <= entry.items()
         assert numbers.keys() >= {"tokens_seen", "documents_seen", "tokens_per_second_per_gpu", "seconds"}
         assert all(isinstance(value, int | float) for value in entry.values())
-        assert 0 < entry["entropy"] < 10 and 0 <= entry["mean_token_accuracy"] <= 1
     assert [(entry["epoch"], entry["eval_validation_loss"]) for entry in validations] == [
         (epoch, line["validation_loss"]) for epoch, line in zip((1.0, 2.0), validated, strict=True)
     ]

@@ -40,7 +40,7 @@ def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
         "fsdp_config": {
             "version": 2,
             "reshard_after_forward": not STRATEGIES[fsdp.strategy].keeps_gathered,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # of the classes in `parallel.units`
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # of the classes of `unit_classes`
             "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
             "cpu_offload": is_offloaded,  # transformers silently drops `offload_params`, accelerate's own name
             "state_dict_type": _STATE_DICTS[fsdp.state_dict],

@@ -1,4 +1,4 @@
-"""Check that the wrapped model matches the configuration: its devices, meshes and classes.
+"""Which modules become FSDP units, and whether the wrapped model matches the configuration: devices, meshes, classes.
 
 Libraries silently replace a strategy that they cannot run: accelerate wraps a model in DistributedDataParallel if FSDP
 finds no GPU, and transformers drops unknown keys. So every rank checks the objects that will train.
@@ -17,16 +17,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tunebook.config.choices import Compute, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
-from tunebook.errors import InvalidTrainingError
+from tunebook.errors import InvalidTrainingError, RequestError
 from tunebook.facts.sharing import mixes_formats
+from tunebook.model.blocks import transformer_blocks
 from tunebook.parallel.deepspeed import uses_autocast
-from tunebook.parallel.fsdp import hsdp_sizes
+from tunebook.parallel.fsdp import fsdp_of, hsdp_sizes
 
 Found = dict[str, Any]  # strategy, wrapper, ranks and the strategy's parts; written to the manifest unchanged
 
 
+def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
+    """The classes whose instances become units, apart from the embeddings, the last norm and the head.
+
+    Raises: RequestError if the model has no such class.
+    """
+    named = list(fsdp_of(config).wrap_classes)
+    present = {type(module).__name__ for module in model.modules()}
+    blocks = sorted({type(block).__name__ for block in transformer_blocks(model).values()})
+    unknown = [name for name in named if name not in present]
+    if unknown or not (named or blocks):
+        says = f"{type(model).__name__} has no {', '.join(unknown)}" if unknown else "no block of the model is known"
+        known = blocks or sorted(name for name in present if "Layer" in name or "Block" in name) or sorted(present)
+        raise RequestError(
+            f"parallelism.wrap_classes={named}: {says}, and FSDP would gather all of it at once; name the class of one "
+            f"transformer block, such as parallelism.wrap_classes=[{known[0]}]",
+            problem_id="wrap-class-unknown",
+        )
+    return named or blocks
+
+
 def find_parallelism(model: nn.Module) -> Found:
-    """How a model is wrapped: the keys of `expected_parallelism`, and a few more for the reader of the manifest.
+    """How a model is wrapped: the keys of `expected_parallelism`, and a few more.
 
     `model` is the outermost module, as the training loop calls it.
     """
@@ -46,13 +67,12 @@ def _find_fsdp(model: Any) -> Found:
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     found = {
         "wrapper": type(model).__name__,
-        "units": len(units),
         "unit_classes": sorted({type(unit).__name__.removeprefix("FSDP") for unit in units}),
         "whole_parameters": sum(not isinstance(parameter, DTensor) for parameter in model.parameters()),
     }
     if not sharded:
         return {"strategy": Strategy.fsdp.name, **found}
-    mesh, placements = sharded[0].device_mesh, sharded[0].placements
+    mesh = sharded[0].device_mesh
     keeps = _keeps_gathered(units)
     is_hybrid = mesh.ndim == 2
     strategy = Strategy.hsdp if is_hybrid else Strategy.fsdp_grad_op if keeps else Strategy.fsdp
@@ -60,9 +80,6 @@ def _find_fsdp(model: Any) -> Found:
         "strategy": strategy.name,
         "ranks": mesh.size(),
         "mesh": list(mesh.shape),
-        "mesh_axes": list(mesh.mesh_dim_names or ()),
-        "placements": [str(placement) for placement in placements],
-        "resharded_after_forward": not keeps,
         "offload_parameters": _offloaded(sharded, mesh.device_type == "cpu"),
         **_fsdp_formats(units, sharded),
     }
@@ -176,7 +193,7 @@ def require_expected(
 ) -> None:
     """Compare the wrapped model of each rank with the configuration.
 
-    `unit_classes` are the classes that FSDP should have made units of (`parallel.units`); empty for other strategies.
+    `unit_classes` are the classes that FSDP should have made units of (`unit_classes`); empty for other strategies.
     `num_fp8_layers` were converted, and must still multiply in fp8.
     Raises: InvalidTrainingError naming the rank, the expected value and the value found.
     """

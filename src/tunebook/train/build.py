@@ -27,7 +27,7 @@ from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, rehearse_
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
-from tunebook.parallel.units import unit_classes
+from tunebook.parallel.wrapped import unit_classes
 from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
 from tunebook.train.callbacks import StartRecord

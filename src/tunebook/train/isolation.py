@@ -8,13 +8,9 @@ run is refused.
 Distances are relative: the norm of the difference of two logit vectors, divided by the norm of the logits about their
 mean; the largest over all tokens. They do not depend on the size of the vocabulary or of the logits.
 
-With experts, rounding may send a token to another expert, which changes its logits entirely. Rows of other shapes round
-otherwise, so for these the median over the tokens is judged: wrong positions move all of them. A leak also moves logits
-in rows of the same shape, where rounding is equal.
-
-Many layers can amplify rounding: it moved logits of gpt-oss-20b by 0.22 and those of Gemma 4 E4B by 0.35, with random
-weights on an H100; in fp32, small layers like Gemma 4's agree to 1e-4. So what rounding does to rows of other shapes is
-measured too, where nothing else can differ: the second document alone, and ahead of the first one in their row.
+Many layers can amplify rounding in rows of other shapes. So it is measured where nothing else can differ: the second
+document alone, and ahead of the first one in their row. With experts, rounding may send a token to another expert,
+which changes its logits entirely, so the median over the tokens is judged there: wrong positions move all of them.
 """
 
 from __future__ import annotations
@@ -38,21 +34,17 @@ _UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 
 _TF32_UNIT_ROUNDOFF = 2.0**-11
 # Rounding errors of 100 layers add up to about sqrt(2 x 100) times one, and kernels choose tiles by a row's length.
 _LOGIT_ROUNDOFFS = 32.0
-# Replacing the other document changes no shape, so neither kernels nor the order of sums: isolated logits stay equal.
-# Measured (benchmarks/results/isolation.jsonl): exactly 0 with every kernel and format on an H100 and for 17 small
-# dense architectures on a CPU. Of 36 that leak, the smallest was 1.2e-3 in fp32 and 6.5e-3 in bf16.
+# Replacing the other document changes no shape, so isolated logits stay equal: measured exactly 0, and at least 1.2e-3
+# (fp32) and 6.5e-3 (bf16) for architectures that leak (benchmarks/results/isolation.jsonl).
 _MOVED_ROUNDOFFS = 0.5
 _MOVED_FP32_ROUNDOFFS = 16.0
-# With experts, another document changes the number of tokens of each expert, and so how its products are tiled. That
-# rounding may send a token to another expert. Measured for Qwen3-30B-A3B's layers on an H100: 7.5e-7 in fp32, 2.7e-4 in
-# tf32, 5.3e-4 in fp16 and 0.044 in bf16; smaller leaks cannot be detected.
+# With experts, another document changes the number of tokens of each expert, and so how its products are tiled:
+# measured 7.5e-7 in fp32 and 0.044 in bf16 (Qwen3-30B-A3B's layers). Smaller leaks cannot be detected.
 _MOVED_FP32_ROUNDOFFS_OF_EXPERTS = 256.0
-# Amplified rounding in two pairs of rows: 0.38 and 0.16 for 42 small layers like Gemma 4's, in bf16 on a CPU.
-_SPREAD_OF_ROUNDING = 4.0
+_SPREAD_OF_ROUNDING = 4.0  # of amplified rounding in two pairs of rows: 0.38 and 0.16 for 42 layers in bf16
 _LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
-# Products in 16 bits or TF32 are summed in fp32, whose rounding is negligible. In fp32 each term of the sum is rounded,
-# which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384 terms of a 7B model's feed-forward network.
-# Measured on an H200 without TF32: 145 roundoffs (Qwen2.5-3B), 116 (6 layers of the 7B).
+# In fp32 each term of a product's sum is rounded, which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384
+# terms of a 7B model's feed-forward network. Products in 16 bits or TF32 are summed in fp32.
 _FP32_SUM_ROUNDOFFS = 128.0
 
 

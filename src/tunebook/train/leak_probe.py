@@ -6,15 +6,10 @@ wrong positions, a kernel that ignores the boundaries of documents.
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,7 +26,6 @@ from tunebook.train.isolation import (
     LENGTHS,
     LENGTHS_FOR_FLEX,
     Isolation,
-    Tolerance,
     leaks,
     measure_isolation,
     tolerance,
@@ -63,7 +57,7 @@ class LeakProbe(TrainerCallback):
             has_experts=facts is not None and has_experts(facts),
         )
         ranks: list[Isolation] = gather_object([self._measure()])
-        worst = max(range(len(ranks)), key=lambda rank: _severity(ranks[rank], allowed))
+        worst = next((rank for rank, found in enumerate(ranks) if leaks(found, allowed)), 0)
         blind = [rank for rank, found in enumerate(ranks) if not allowed.sees_leaks(found)]
         found = ranks[worst]
         self._record(
@@ -95,7 +89,9 @@ class LeakProbe(TrainerCallback):
         model, sequence = self.trainer.model_wrapped, self.trainer.sequence
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
         lengths = LENGTHS_FOR_FLEX if self.config.attention.implementation is FLEX else LENGTHS
-        with torch.no_grad(), evaluation_mode(model), _generators_kept(), plain_products(model):
+        model.eval()  # dropout would differ between two passes; each training step sets the other mode
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.no_grad(), torch.random.fork_rng(devices), plain_products(model):
             try:
                 found = measure_isolation(
                     TrainingForward(self.trainer, sequence), vocab_size, _lengths(lengths, sequence)
@@ -156,34 +152,3 @@ def _lengths(lengths: tuple[int, int], sequence: SequenceGroup | None) -> tuple[
     size = 1 if sequence is None else sequence.size
     first, second = (-(-length // size) * size for length in lengths)
     return first, second
-
-
-def _severity(found: Isolation, allowed: Tolerance) -> tuple[int, float]:
-    """Sort key for the worst rank; NaN is worst."""
-    distances = [number if math.isfinite(number) else math.inf for number in (found.moved, found.alone)]
-    return len(leaks(found, allowed)), max(distances)
-
-
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Disable dropout, which would differ between two passes, and restore every module's mode afterwards."""
-    was_training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was_training:
-            module.training = training
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore every random generator afterwards: the run draws the same numbers with and without the probe."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -51,8 +51,8 @@ class _OnePassOrTwo:
 class OnePassLogProbFunction(torch.autograd.Function):
     """TRL's `ChunkedLogProbFunction` for a loss in which all tokens count equally.
 
-    Without the entropy's gradient and the rarer outputs. Raises: an assertion on the device in the backward pass, if
-    the gradients of the log-probabilities differ.
+    Without its other outputs. Raises: an assertion on the device in the backward pass, if the gradients of the
+    log-probabilities differ.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[torch.Tensor | None, ...]:
-        """(N,) each: the targets' log-probabilities and the entropy, in fp32; whether a target is the most likely."""
+        """(N,): the targets' log-probabilities in fp32, where upstream has five outputs."""
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -89,11 +89,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
             _logits_gradient(tile, targets[tokens], found.log_z(tokens), shape)
             gradients.add(tile, inputs, cast, tokens)
         ctx.gradients = gradients.by_input()
-        log_z = found.log_z(slice(None))
-        entropy = log_z - found.x_sum_exp / found.sum_exp
-        is_top1 = (found.target_logit >= found.max) & (found.target_logit > found.max_before_target)
-        ctx.mark_non_differentiable(entropy, is_top1)
-        return found.target_logit - log_z, entropy, None, None, is_top1
+        return found.target_logit - found.log_z(slice(None)), None, None, None, None
 
     @staticmethod
     @once_differentiable
@@ -111,25 +107,24 @@ class OnePassLogProbFunction(torch.autograd.Function):
 
 
 class _Statistics:
-    """The results of TRL's forward kernel for each token, (N,) each in fp32."""
+    """The results of TRL's forward kernel for each token, (N,) in fp32."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         def filled(value: float) -> torch.Tensor:
             return torch.full((num_tokens,), value, device=device, dtype=torch.float32)
 
-        self.max, self.max_before_target = filled(float("-inf")), filled(float("-inf"))
-        self.sum_exp, self.x_sum_exp, self.target_logit = filled(0.0), filled(0.0), filled(0.0)
-        self._not_asked_for = filled(0.0)
+        self.max, self.sum_exp, self.target_logit = filled(float("-inf")), filled(0.0), filled(0.0)
+        self._unused = filled(0.0)
 
     def fold(self, tile: torch.Tensor, targets: torch.Tensor, tokens: slice, shape: dict[str, Any]) -> None:
         """Process all logits of some tokens, (n, V)."""
         kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
-        flags = {f"HAS_{name.upper()}": name in ("entropy", "is_top1") for name in chunked_logprob.OPTIONAL_OUTPUTS}
-        unused = self._not_asked_for[tokens]
+        flags = {f"HAS_{name.upper()}": False for name in chunked_logprob.OPTIONAL_OUTPUTS}
+        unused = self._unused[tokens]
         kernel(
-            tile, tile.stride(0), targets[tokens], self.max[tokens], self.sum_exp[tokens], self.x_sum_exp[tokens],
-            unused, unused, self.max_before_target[tokens], self.target_logit[tokens], 0, tile.shape[1],
-            BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags, **shape,
+            tile, tile.stride(0), targets[tokens], self.max[tokens], self.sum_exp[tokens], unused, unused, unused,
+            unused, self.target_logit[tokens], 0, tile.shape[1], BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags,
+            **shape,
         )  # fmt: skip
 
     def log_z(self, tokens: slice) -> torch.Tensor:

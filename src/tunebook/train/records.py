@@ -42,10 +42,6 @@ class RecordedLogs(Trainer):
             self.records.complete(logs, self.args, self.state)
         super().log(logs, start_time)
 
-    def _summed(self, values: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = self.accelerator.reduce(values, reduction="sum")
-        return summed
-
     def require_finite_loss(self) -> None:
         """Raises: InvalidTrainingError on every rank if any rank's loss since the last log is not finite."""
         is_finite = torch.isfinite(self._tr_loss).float().reshape(1)

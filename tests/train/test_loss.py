@@ -1,4 +1,4 @@
-"""The loss of a mixture of experts' routers: with its published coefficient, over the tokens of documents only."""
+"""The loss of a micro-batch: upstream's without a synchronization, and with that of a mixture's routers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,43 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import SFTTrainer
 
 from tunebook.model.blocks import name_experts
-from tunebook.train.methods.sft import RecipeTrainer, TokenTotals
+from tunebook.train.methods.sft import RecipeTrainer
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
            "tie_word_embeddings": False, "output_router_logits": False}  # fmt: skip
+
+
+def test_loss_is_upstreams_without_a_synchronization(config, run, changed, monkeypatch):
+    ours, compared = RecipeTrainer.compute_loss, []
+
+    def both(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["use_cache"] = False
+        expected = SFTTrainer.compute_loss(self, model, dict(inputs), return_outputs, num_items_in_batch)
+        self._metrics["train"].clear()
+        outputs = model(**inputs, fused_lm_head=True)  # which may wait, upstream as here
+        with monkeypatch.context() as watched:
+            for name in ("item", "tolist", "__bool__", "__float__", "cpu"):
+                watched.setattr(torch.Tensor, name, refuse(name))
+            watched.setattr(torch, "tensor", refuse("tensor"))  # made on the host, and copied
+            found = ours(self, lambda **_: outputs, inputs, return_outputs, num_items_in_batch)
+        compared.append((found.item(), expected.item()))
+        return found
+
+    monkeypatch.setattr(RecipeTrainer, "compute_loss", both)
+    _, code, _ = run(changed(config, training={"max_steps": 2}))
+    assert (code, len(compared)) == (0, 4)  # two passes a step
+    for found, expected in compared:  # of two passes, whose sums may be in another order
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def refuse(name):
+    def fail(*_, **__):
+        raise AssertionError(f"{name} waits for the GPU")
+
+    return fail
 
 
 @pytest.fixture
@@ -63,7 +94,7 @@ def test_the_first_step_adds_the_mean_of_its_micro_batches_times_the_coefficient
 def test_the_loss_of_a_micro_batch_by_hand():
     """A sum of 6 over 12 trained tokens of the step, times 2 ranks; the routers' 2.0 in one of 4 micro-batches."""
     trainer = SimpleNamespace(
-        model=None, has_one_pass_head=False, aux_loss_enabled=True, router_aux_loss_coef=0.5, _totals=TokenTotals(),
+        model=None, has_one_pass_head=False, aux_loss_enabled=True, router_aux_loss_coef=0.5,
         accelerator=SimpleNamespace(num_processes=2), current_gradient_accumulation_steps=4,
     )  # fmt: skip
 
@@ -73,9 +104,7 @@ def test_the_loss_of_a_micro_batch_by_hand():
         def model(**inputs):
             asked.update(inputs)
             mask = torch.tensor([trained])
-            return SimpleNamespace(
-                log_probs=-2.0 * mask, label_mask=mask, entropy=mask * 1.0, is_top1=mask, aux_loss=torch.tensor(2.0)
-            )
+            return SimpleNamespace(log_probs=-2.0 * mask, label_mask=mask, aux_loss=torch.tensor(2.0))
 
         inputs = {"input_ids": torch.zeros(1, len(trained))}
         loss = RecipeTrainer.compute_loss(trainer, model, inputs, num_items_in_batch=torch.tensor(12))
@@ -84,7 +113,6 @@ def test_the_loss_of_a_micro_batch_by_hand():
 
     assert loss_of([True, True, True]) == 6 / 12 * 2 + 0.5 * 2.0 / 4
     assert loss_of([False, False]) == 0  # a row without a document
-    assert trainer._totals.take(lambda mine: mine)["aux_loss"] == 2.0
 
 
 def test_padding_is_not_routed_and_packed_documents_are_as_padded_ones():
