@@ -11,6 +11,7 @@ from tunebook.model.blocks import compile_layers, transformer_blocks
 from tunebook.parallel.fsdp import mixed_precision_policy
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.usefixtures("own_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # the compiler's
 ]

@@ -7,7 +7,6 @@ import inspect
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,12 +126,6 @@ def test_packed_padded_and_accumulated_steps_have_the_same_loss(whole, config, r
     assert losses(run(changed(config, **padded), "padded")[2]) == pytest.approx(packed, rel=2e-5)
     short = {"packing": {"row_length": 256}, "training": {"micro_batch_size": 1, "max_steps": 3}}
     assert losses(run(changed(config, **short), "short")[2]) == pytest.approx(packed, rel=2e-5)
-
-
-def test_step_without_a_token_count_is_refused():
-    with pytest.raises(InvalidTrainingError) as caught:
-        RecipeTrainer.compute_loss(SimpleNamespace(), torch.nn.Identity(), {}, num_items_in_batch=None)
-    assert caught.value.problem_id == "tokens-not-counted"
 
 
 def test_the_first_loss_is_that_of_the_documents_one_by_one(whole, config):

@@ -101,8 +101,7 @@ def keep_format_of_persistent(model: Any) -> None:
 def _number_format(config: RunConfig) -> dict[str, Any]:
     """The number format settings. DeepSpeed always casts to fp16 itself: its clipping ignores autocast's loss scale.
 
-    DeepSpeed makes its fp32 copy from the cast weights. So weights published in another format are rounded to 16 bits
-    first (tests/parallel/test_zero_moments.py).
+    DeepSpeed makes its fp32 copy from the cast weights, so weights published in another format are rounded to 16 bits.
     """
     if uses_autocast(config):
         # DeepSpeed sums gradients of linear layers in bf16 by default. With fp32 sums the losses were no closer.

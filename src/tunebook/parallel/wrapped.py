@@ -23,7 +23,7 @@ from tunebook.model.blocks import transformer_blocks
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.parallel.fsdp import fsdp_of, hsdp_sizes
 
-Found = dict[str, Any]  # strategy, wrapper, ranks and the strategy's parts; written to the manifest unchanged
+Wrapping = dict[str, Any]  # strategy, wrapper, ranks and the strategy's parts; written to the manifest unchanged
 
 
 def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
@@ -46,7 +46,7 @@ def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
     return named or blocks
 
 
-def find_parallelism(model: nn.Module) -> Found:
+def find_parallelism(model: nn.Module) -> Wrapping:
     """How a model is wrapped: the keys of `expected_parallelism`, and a few more.
 
     `model` is the outermost module, as the training loop calls it.
@@ -61,22 +61,22 @@ def find_parallelism(model: nn.Module) -> Found:
     return {"strategy": Strategy.single.name, "wrapper": type(model).__name__, "ranks": 1}
 
 
-def _find_fsdp(model: Any) -> Found:
+def _find_fsdp(model: Any) -> Wrapping:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-    found = {
+    wrapping = {
         "wrapper": type(model).__name__,
         "unit_classes": sorted({type(unit).__name__.removeprefix("FSDP") for unit in units}),
         "whole_parameters": sum(not isinstance(parameter, DTensor) for parameter in model.parameters()),
     }
     if not sharded:
-        return {"strategy": Strategy.fsdp.name, **found}
+        return {"strategy": Strategy.fsdp.name, **wrapping}
     mesh = sharded[0].device_mesh
     keeps = _keeps_gathered(units)
     is_hybrid = mesh.ndim == 2
     strategy = Strategy.hsdp if is_hybrid else Strategy.fsdp_grad_op if keeps else Strategy.fsdp
-    return found | {
+    return wrapping | {
         "strategy": strategy.name,
         "ranks": mesh.size(),
         "mesh": list(mesh.shape),
@@ -96,21 +96,22 @@ def _parameter_group(unit: Any) -> Any:
     return unit._get_fsdp_state()._fsdp_param_group
 
 
-def _fsdp_formats(units: list[Any], sharded: list[Any]) -> Found:
-    group = next((found for unit in units if (found := _parameter_group(unit)) is not None), None)
+def _fsdp_formats(units: list[Any], sharded: list[Any]) -> Wrapping:
+    groups = [group for unit in units if (group := _parameter_group(unit)) is not None]
+    policy = groups[0].mp_policy if groups else None
     weights = sharded[0].dtype
     return {
         "weights": format_name(weights),
-        "gathered": format_name((group and group.mp_policy.param_dtype) or weights),
-        "reduced": format_name((group and group.mp_policy.reduce_dtype) or weights),
+        "gathered": format_name((policy and policy.param_dtype) or weights),
+        "reduced": format_name((policy and policy.reduce_dtype) or weights),
     }
 
 
-def _find_zero(engine: Any) -> Found:
+def _find_zero(engine: Any) -> Wrapping:
     stage = engine.zero_optimization_stage()
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     is_cpu = engine.device.type == "cpu"
-    found = {
+    wrapping = {
         "wrapper": type(engine).__name__,
         "optimizer": type(optimizer).__name__,
         "ranks": engine.dp_world_size,
@@ -120,7 +121,7 @@ def _find_zero(engine: Any) -> Found:
         whole = [parameter for parameter in parameters if not hasattr(parameter, "ds_tensor")]
         shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
         in_files = optimizer.params_in_nvme_and_cpu
-        return found | {
+        return wrapping | {
             "strategy": Strategy.zero3.name if not whole else f"zero3 with {len(whole)} whole parameters",
             "offload_optimizer": "nvme"
             if optimizer.swap_optimizer
@@ -131,7 +132,7 @@ def _find_zero(engine: Any) -> Found:
     is_sharding = hasattr(optimizer, "partition_gradients")
     strategy = (Strategy.zero2 if optimizer.partition_gradients else Strategy.zero1).name if is_sharding else "no ZeRO"
     shards = optimizer.single_partition_of_fp32_groups if is_sharding else []
-    return found | {
+    return wrapping | {
         "strategy": strategy,
         "offload_optimizer": _offloaded(shards, is_cpu, reported=is_sharding and optimizer.cpu_offload),
         "offload_parameters": "none",
@@ -193,35 +194,36 @@ def require_expected(
 ) -> None:
     """Compare the wrapped model of each rank with the configuration.
 
-    `unit_classes` are the classes that FSDP should have made units of (`unit_classes`); empty for other strategies.
+    `unit_classes` are the classes that FSDP should have made units of; empty for other strategies.
     `num_fp8_layers` were converted, and must still multiply in fp8.
     Raises: InvalidTrainingError naming the rank, the expected value and the value found.
     """
     expected = expected_parallelism(config)
     if config.precision.compute is Compute.fp8:
         expected["fp8_layers"] = num_fp8_layers
-    for rank, found in enumerate(by_rank):
+    for rank, wrapping in enumerate(by_rank):
         wrong = [
-            f"{key} {value} was asked for and {found.get(key)} found"
+            f"{key} {value} was asked for and {wrapping.get(key)} found"
             for key, value in expected.items()
-            if found.get(key) != value and not (value == Strategy.single.name and _is_ddp_of_one(found))
+            if wrapping.get(key) != value and not (value == Strategy.single.name and _is_ddp_of_one(wrapping))
         ]
-        wrong += _units_wrong(found, unit_classes)
+        wrong += _units_wrong(wrapping, unit_classes)
         if wrong:
             raise InvalidTrainingError(
                 f"the model is not spread over the ranks as parallelism={config.parallelism.strategy.name} says: on "
-                f"rank {rank} {'; '.join(wrong)} ({found['wrapper']}). Nothing was trained. A library has replaced the "
-                "strategy or the number format; choose one that it can do here, such as parallelism=ddp precision=bf16",
+                f"rank {rank} {'; '.join(wrong)} ({wrapping['wrapper']}). Nothing was trained. A library has replaced "
+                "the strategy or the number format; choose one that it can do here, such as parallelism=ddp "
+                "precision=bf16",
                 problem_id="other-parallelism",
             )
 
 
-def _is_ddp_of_one(found: dict[str, Any]) -> bool:
+def _is_ddp_of_one(wrapping: dict[str, Any]) -> bool:
     """accelerate wraps a single rank in DDP or not, depending on how it was started."""
-    return (found["strategy"], found["ranks"]) == (Strategy.ddp.name, 1)
+    return (wrapping["strategy"], wrapping["ranks"]) == (Strategy.ddp.name, 1)
 
 
-def _units_wrong(found: dict[str, Any], unit_classes: list[str]) -> list[str]:
+def _units_wrong(wrapping: dict[str, Any], unit_classes: list[str]) -> list[str]:
     """Without units FSDP gathers the whole model at once, which saves no memory."""
-    missing = [name for name in unit_classes if name not in found.get("unit_classes", unit_classes)]
-    return [f"units of {', '.join(missing)} were asked for and {found['unit_classes']} found"] if missing else []
+    missing = [name for name in unit_classes if name not in wrapping.get("unit_classes", unit_classes)]
+    return [f"units of {', '.join(missing)} were asked for and {wrapping['unit_classes']} found"] if missing else []

@@ -88,14 +88,14 @@ class Tolerance:
     loss: float
     has_experts: bool = False
 
-    def sees_leaks(self, found: Isolation) -> bool:
+    def sees_leaks(self, isolation: Isolation) -> bool:
         """True if the effect of a leak would exceed that of rounding."""
-        return found.leaking > 2 * self.moved
+        return isolation.leaking > 2 * self.moved
 
-    def between_shapes(self, found: Isolation) -> float:
+    def between_shapes(self, isolation: Isolation) -> float:
         """The effect of rounding on logits in rows of other shapes, at most half the effect of a leak."""
-        measured = found.rounding_median if self.has_experts else found.rounding
-        return max(self.logits, min(_SPREAD_OF_ROUNDING * measured, found.leaking / 2))
+        measured = isolation.rounding_median if self.has_experts else isolation.rounding
+        return max(self.logits, min(_SPREAD_OF_ROUNDING * measured, isolation.leaking / 2))
 
 
 def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -> Tolerance:
@@ -148,16 +148,17 @@ def _distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return distances
 
 
-def leaks(found: Isolation, allowed: Tolerance) -> list[str]:
+def leaks(isolation: Isolation, allowed: Tolerance) -> list[str]:
     """The problems found; empty if the documents are isolated. A non-finite number is a problem."""
     wrong = []
-    if not found.moved <= allowed.moved:
-        wrong.append(f"the second document's logits move by {found.moved:.2g} when the first one changes")
-    alone = found.alone_median if allowed.has_experts else found.alone
-    if not alone <= allowed.between_shapes(found):
+    if not isolation.moved <= allowed.moved:
+        wrong.append(f"the second document's logits move by {isolation.moved:.2g} when the first one changes")
+    alone = isolation.alone_median if allowed.has_experts else isolation.alone
+    if not alone <= allowed.between_shapes(isolation):
         wrong.append(f"they differ by {alone:.2g} from those that it has alone")
-    if found.tokens_together != found.tokens_apart:
-        wrong.append(f"the row's loss counts {found.tokens_together} tokens, the two documents' {found.tokens_apart}")
-    elif not found.loss_difference <= allowed.loss:
-        wrong.append(f"the row's loss differs by {found.loss_difference:.2g} from the two documents' own")
+    if isolation.tokens_together != isolation.tokens_apart:
+        together, apart = isolation.tokens_together, isolation.tokens_apart
+        wrong.append(f"the row's loss counts {together} tokens, the two documents' {apart}")
+    elif not isolation.loss_difference <= allowed.loss:
+        wrong.append(f"the row's loss differs by {isolation.loss_difference:.2g} from the two documents' own")
     return wrong

@@ -57,22 +57,22 @@ class LeakProbe(TrainerCallback):
             has_experts=facts is not None and has_experts(facts),
         )
         ranks: list[Isolation] = gather_object([self._measure()])
-        worst = next((rank for rank, found in enumerate(ranks) if leaks(found, allowed)), 0)
-        blind = [rank for rank, found in enumerate(ranks) if not allowed.sees_leaks(found)]
-        found = ranks[worst]
+        worst = next((rank for rank, isolation in enumerate(ranks) if leaks(isolation, allowed)), 0)
+        blind = [rank for rank, isolation in enumerate(ranks) if not allowed.sees_leaks(isolation)]
+        isolation = ranks[worst]
         self._record(
             state,
             {"checked": True, "ranks": len(ranks), "worst_rank": worst, "tolerance": asdict(allowed)}
-            | {"sees_leaks": not blind, "loss_difference": found.loss_difference}
-            | asdict(found),
+            | {"sees_leaks": not blind, "loss_difference": isolation.loss_difference}
+            | asdict(isolation),
         )
         compute = precision.compute.value
         where = f"{type(self.trainer.model).__name__}, attention={self.config.attention.implementation.value}"
-        if wrong := leaks(found, allowed):
+        if wrong := leaks(isolation, allowed):
             raise InvalidTrainingError(
                 f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {worst}, {where}). "
                 f"Rounding in {compute} explains at most {allowed.moved:.2g} if only the other document changes, "
-                f"{allowed.between_shapes(found):.2g} between rows of other lengths and {allowed.loss:.2g} in the "
+                f"{allowed.between_shapes(isolation):.2g} between rows of other lengths and {allowed.loss:.2g} in the "
                 "loss. Nothing was trained. Try packing=padded, or another attention",
                 problem_id="leak",
             )
@@ -93,7 +93,7 @@ class LeakProbe(TrainerCallback):
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.no_grad(), torch.random.fork_rng(devices), plain_products(model):
             try:
-                found = measure_isolation(
+                isolation = measure_isolation(
                     TrainingForward(self.trainer, sequence), vocab_size, _lengths(lengths, sequence)
                 )
             except ValueError as error:
@@ -105,7 +105,7 @@ class LeakProbe(TrainerCallback):
                     problem_id="leak",
                 ) from error
             forget_parameter_order(model)  # training has a backward pass too
-        return found
+        return isolation
 
     def _record(self, state: TrainerState, entry: dict[str, Any]) -> None:
         if state.is_world_process_zero:

@@ -74,7 +74,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         shape = {"logit_scale": logit_scale, "softcap": final_logit_softcapping or 1.0, "inv_t": 1 / temperature,
                  "HAS_SOFTCAP": final_logit_softcapping is not None}  # fmt: skip
-        found = _Statistics(len(targets), hidden.device)
+        statistics = _Statistics(len(targets), hidden.device)
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         cast, cast_bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         buffer = torch.empty((min(len(hidden), TILE_TOKENS), len(weight)), device=hidden.device, dtype=dtype)
@@ -85,11 +85,11 @@ class OnePassLogProbFunction(torch.autograd.Function):
             torch.mm(inputs, cast.t(), out=tile)
             if cast_bias is not None:
                 tile.add_(cast_bias)
-            found.fold(tile, targets, tokens, shape)
-            _logits_gradient(tile, targets[tokens], found.log_z(tokens), shape)
+            statistics.fold(tile, targets, tokens, shape)
+            _logits_gradient(tile, targets[tokens], statistics.log_z(tokens), shape)
             gradients.add(tile, inputs, cast, tokens)
         ctx.gradients = gradients.by_input()
-        return found.target_logit - found.log_z(slice(None)), None, None, None, None
+        return statistics.target_logit - statistics.log_z(slice(None)), None, None, None, None
 
     @staticmethod
     @once_differentiable
@@ -103,7 +103,7 @@ class OnePassLogProbFunction(torch.autograd.Function):
         factor = grad_logprobs[0]
         torch._assert_async((grad_logprobs == factor).all(), "model.one_pass_head=true is for losses that weigh all "
                             "tokens alike")  # fmt: skip
-        return (*(None if one is None else one.mul_(factor).to(dtype) for one, dtype in gradients), *nothing)
+        return (*(None if tensor is None else tensor.mul_(factor).to(dtype) for tensor, dtype in gradients), *nothing)
 
 
 class _Statistics:
@@ -149,11 +149,11 @@ class _Gradients:
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
     ) -> None:
-        def empty(one: torch.Tensor | None, is_needed: bool) -> torch.Tensor | None:
-            return torch.empty_like(one, dtype=torch.float32) if one is not None and is_needed else None
+        def empty(tensor: torch.Tensor | None, is_needed: bool) -> torch.Tensor | None:
+            return torch.empty_like(tensor, dtype=torch.float32) if tensor is not None and is_needed else None
 
         inputs = (hidden, weight, bias)
-        self._dtypes = [None if one is None else one.dtype for one in inputs]
+        self._dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         self._hidden, self._weight, self._bias = map(empty, inputs, needed[:3])
 
     def add(self, tile: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, tokens: slice) -> None:
@@ -172,14 +172,14 @@ class _Gradients:
         return list(zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True))
 
 
-def _product(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
-    """`left @ right` in fp32, into `found` or added to it, not rounded to the format of the factors."""
+def _product(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
+    """`left @ right` in fp32, into `product` or added to it, not rounded to the format of the factors."""
     if is_added:
-        chunked_logprob._addmm_fp32(found, left, right)
-    elif found.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
-        torch.mm(left, right, out_dtype=torch.float32, out=found)
+        chunked_logprob._addmm_fp32(product, left, right)
+    elif product.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
+        torch.mm(left, right, out_dtype=torch.float32, out=product)
     else:
-        torch.mm(left.float(), right.float(), out=found)
+        torch.mm(left.float(), right.float(), out=product)
 
 
 def _is_triton(tile: torch.Tensor) -> bool:

@@ -201,13 +201,13 @@ def _memory_of_every_rank() -> dict[str, list[float]]:
     """
     if torch.cuda.is_available() and PartialState().device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        found = {
+        sizes = {
             "memory_gib": torch.cuda.max_memory_allocated(),
             "memory_reserved_gib": torch.cuda.max_memory_reserved(),
             "memory_device_gib": total - free,
         }
     else:
-        found = {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    mine = torch.tensor([[size / _GIB for size in found.values()]], device=PartialState().device)
-    by_rank = gather(mine).T.tolist()
-    return {key: [round(value, 3) for value in values] for key, values in zip(found, by_rank, strict=True)}
+        sizes = {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    own_sizes = torch.tensor([[size / _GIB for size in sizes.values()]], device=PartialState().device)
+    by_rank = gather(own_sizes).T.tolist()
+    return {key: [round(value, 3) for value in values] for key, values in zip(sizes, by_rank, strict=True)}

@@ -134,5 +134,5 @@ class RestoredState(TrainerCallback):
 def _complete(steps: Collection[int], folders: list[Path]) -> dict[int, Path]:
     """The first complete checkpoint of each step, in the order of the folders."""
     paths = {step: [checkpoint_path(folder, step) for folder in folders] for step in steps}
-    found = {step: next(filter(is_complete, places), None) for step, places in paths.items()}
-    return {step: path for step, path in found.items() if path is not None}
+    checkpoints = {step: next(filter(is_complete, places), None) for step, places in paths.items()}
+    return {step: path for step, path in checkpoints.items() if path is not None}

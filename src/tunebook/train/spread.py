@@ -100,10 +100,10 @@ class ParallelismCheck(TrainerCallback):
             self._write_down(by_rank[0])
         require_expected(self.config, by_rank, self.unit_classes, self.num_fp8_layers)
 
-    def _write_down(self, found: dict[str, Any]) -> None:
+    def _write_down(self, wrapping: dict[str, Any]) -> None:
         plugin = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
         if plugin is not None:
             # accelerate sets an infinite number of steps for "never print", which JSON cannot represent.
             settings = {key: value for key, value in plugin.deepspeed_config.items() if value != math.inf}
             atomic_write_json(self.folder / DEEPSPEED_FILE, settings)
-        add_to_manifest(self.folder, {"parallelism_found": found})
+        add_to_manifest(self.folder, {"parallelism_found": wrapping})

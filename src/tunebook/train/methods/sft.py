@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from peft.utils.other import TrainableTokensWrapper
-from torch.distributed.fsdp import CPUOffloadPolicy
 from trl import SFTTrainer
 
-from tunebook.errors import InvalidTrainingError, RequestError
+from tunebook.errors import RequestError
 from tunebook.model.blocks import name_experts
 from tunebook.train.batches import SampledBatches
 from tunebook.train.checkpoints import CompleteCheckpoints
-from tunebook.train.offloading import gather_head, keep_scale_on_host
+from tunebook.train.offloading import correct_offloading
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.sequence import SequenceGroup
 
@@ -61,9 +60,7 @@ class RecipeTrainer(SampledBatches, CompleteCheckpoints, SFTTrainer):
                     problem_id="sequence-group-model",
                 )
             self.data_collator = sequence.collator(self.data_collator)
-        if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-            gather_head(self.model)
-            keep_scale_on_host(self.accelerator)
+        correct_offloading(self)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -72,17 +69,10 @@ class RecipeTrainer(SampledBatches, CompleteCheckpoints, SFTTrainer):
 
         DDP, FSDP and ZeRO average gradients over the ranks, so the loss is multiplied by their number. A mixture of
         experts adds its routers' loss, as upstream: the mean over the tokens of a micro-batch, then over micro-batches
-        and ranks. A row without a document has none. Raises: InvalidTrainingError if the number of the step's trained
-        tokens is unknown: each micro-batch would have the same weight, however few tokens it trains on.
+        and ranks. A row without a document has none.
         """
         assert not return_outputs, "upstream's `evaluate` asks for outputs, and ours replaces it"
-        if num_items_in_batch is None and model.training:
-            raise InvalidTrainingError(
-                "the number of trained tokens of this step is unknown, so its micro-batches cannot be weighted by "
-                "theirs: the gradient would depend on the split of the step. This is a bug in Tunebook, or the "
-                "installed version of transformers is not the lock's",
-                problem_id="tokens-not-counted",
-            )
+        assert num_items_in_batch is not None, "without it, each micro-batch would have the same weight"
         with one_pass_head() if self.has_one_pass_head else nullcontext():
             inputs["use_cache"] = False
             if self.aux_loss_enabled:
