@@ -17,9 +17,9 @@ from transformers import Qwen3MoeConfig, TrainerControl, TrainerState, TrainingA
 
 from tunebook.config.choices import PackingMode, ResumeAnyway, ScheduleName
 from tunebook.config.schema import TrainingConfig
-from tunebook.errors import DataError, InvalidTrainingError
+from tunebook.errors import DataError
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.train.callbacks import EarlyStopping, FiniteLoss
+from tunebook.train.callbacks import EarlyStopping
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.records import Records
 from tunebook.train.restoring import RestoredState, apply_hyperparameters, hyperparameters, load_stored_weights
@@ -196,15 +196,6 @@ def test_patience_counts_validations_since_the_best(patience, is_over):
     assert control.should_training_stop is is_over
 
 
-@pytest.mark.parametrize("key", ["loss", "grad_norm", "eval_validation_loss"])
-def test_a_logged_number_that_is_not_finite_ends_the_run(key):
-    callback, state = FiniteLoss(), TrainerState(global_step=4)
-    callback.on_log(SimpleNamespace(), state, TrainerControl(), logs={key: 1.0})
-    with pytest.raises(InvalidTrainingError, match="is not finite at step 4") as caught:
-        callback.on_log(SimpleNamespace(), state, TrainerControl(), logs={key: float("nan")})
-    assert caught.value.problem_id == "loss-not-finite"
-
-
 @pytest.fixture
 def validating(monkeypatch):
     """Set the validation loss of each step."""
@@ -246,6 +237,15 @@ def test_a_stopped_run_keeps_its_patience_and_its_best_checkpoint(config, run, c
     assert code == 0, outcome(folder)["reason"]
     assert (outcome(folder)["reason"], outcome(folder)["best_step"]) == (ending["reason"], 2)
     assert same_weights(folder / "model", whole / "model")
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config, run, changed, validating):
+    validating(3.0, 2.0, 2.5, float("nan"), 1.0)
+    config = changed(config, dataset={"validation_share": 0.3}, training=RANKED | {"max_steps": 5})
+    folder, code, lines = run(config)
+    assert (code, steps(folder), lines[-1]["not_finite"]) == (7, [2], ["validation_loss"])
+    assert outcome(folder)["reason"].endswith("checkpoint-2")
+    assert not (folder / "model").exists()
 
 
 @pytest.mark.usefixtures("saves_at_once")

@@ -33,7 +33,7 @@ _DDP_BUCKET_MIB = 400
 
 
 def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_validation: bool) -> dict[str, Any]:
-    """Keyword arguments of `trl.SFTConfig` for a run in `folder`; `plan` is the solved batch, not an estimate."""
+    """Keyword arguments of a TRL config for a run in `folder`; `plan` is the solved batch, not an estimate."""
     assert plan.total_steps is not None and plan.accumulation is not None
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "checkpoints"),
@@ -47,7 +47,6 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "ddp_timeout": config.launcher.timeout_s,
         # Prepared documents: no tokenization, truncation or packing in the trainer.
         "max_length": None,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
         "padding_free": config.packing.mode is PackingMode.isolated,
         "pad_to_multiple_of": row_multiple(config) if config.packing.mode is PackingMode.padded else None,
         "remove_unused_columns": False,

@@ -95,7 +95,10 @@ def _load(
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     clock.passed("model")
     join_ranks(config)
-    arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=has_validation))
+    arguments = SFTConfig(
+        **trainer_arguments(config, plan, folder, has_validation=has_validation),
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
     bound_deepspeed_groups(config)
     clock.passed("join_ranks")
     model = finish_loading(config, begun, arguments.process_index, arguments.device)

@@ -1,8 +1,7 @@
-"""The trainer's callbacks: stopping on request, early stopping, loss not finite, last steps logged, start phases."""
+"""The trainer's callbacks: stopping on request, early stopping, the last steps logged, the phases of the start."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from tunebook.checkpoint.save import CheckpointSaver
-from tunebook.errors import InvalidTrainingError
 from tunebook.record.start_up import StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
 
@@ -24,29 +22,6 @@ _SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_
 def validation_losses(state: TrainerState) -> dict[int, float]:
     """The validation losses by step, in order, including those before a resume, which the checkpoint keeps."""
     return {int(entry["step"]): entry[VALIDATION_LOSS] for entry in state.log_history if VALIDATION_LOSS in entry}
-
-
-def loss_not_finite(step: int, which: str = "loss") -> InvalidTrainingError:
-    """The error for a loss that is not finite. The run's final error handling adds the last good checkpoint."""
-    return InvalidTrainingError(
-        f"the {which} is not finite at step {step}, so the weights after it are useless. Usual causes: a learning rate "
-        "that is too high, fp16 with a base model trained in bf16 (use precision=fp32 or bf16), damaged data (see "
-        "tunebook data)",
-        problem_id="loss-not-finite",
-    )
-
-
-class FiniteLoss(TrainerCallback):
-    """Stops the run at the first logged loss, gradient norm or validation loss that is not finite, before a save."""
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Logged values are the same on every rank, so all ranks raise together."""
-        logs = kwargs["logs"]
-        for name in ("loss", "grad_norm"):
-            if name in logs and not math.isfinite(logs[name]):
-                raise loss_not_finite(state.global_step)
-        if not math.isfinite(logs.get(VALIDATION_LOSS, 0.0)):
-            raise loss_not_finite(state.global_step, "validation loss")
 
 
 class StopOnRequest(TrainerCallback):

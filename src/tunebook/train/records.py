@@ -5,6 +5,7 @@ The numbers of metrics.jsonl go into the log that trackers and checkpoints read,
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from pathlib import Path
@@ -18,10 +19,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from tunebook.config.choices import Generation, PeftMethod, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.data.sampler import RankBatches
+from tunebook.errors import InvalidTrainingError
 from tunebook.facts.peaks import peak_of
 from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilization
 from tunebook.record.metrics import remove_later_lines, write_line
-from tunebook.train.callbacks import VALIDATION_LOSS, loss_not_finite, validation_losses
+from tunebook.train.callbacks import VALIDATION_LOSS, validation_losses
 from tunebook.train.reporting import Progress
 
 _GIB = 1024**3
@@ -29,24 +31,40 @@ _SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_
 
 
 class RecordedLogs(Trainer):
-    """Completes each log with the numbers of `records`, and refuses a loss that is not finite."""
+    """Completes each log with the numbers of `records`, and refuses a loss that is not finite before a save."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.records: Records | None = None
         super().__init__(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As upstream, with the numbers of metrics.jsonl. Called on every rank."""
+        """As upstream, with the numbers of metrics.jsonl. Called on every rank.
+
+        Raises: InvalidTrainingError for a number that is not finite. All ranks log the same, so they raise together.
+        """
         logs.pop("train_samples_per_second", None)  # the summary at the end counts rows, not documents
         if self.records is not None:
             self.records.complete(logs, self.args, self.state)
         super().log(logs, start_time)
+        for name in ("loss", "grad_norm", VALIDATION_LOSS):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise loss_not_finite(self.state.global_step, name)
 
     def require_finite_loss(self) -> None:
         """Raises: InvalidTrainingError on every rank if any rank's loss since the last log is not finite."""
         is_finite = torch.isfinite(self._tr_loss).float().reshape(1)
         if self.accelerator.reduce(is_finite, reduction="sum").item() < self.accelerator.num_processes:
             raise loss_not_finite(self.state.global_step)
+
+
+def loss_not_finite(step: int, name: str = "loss") -> InvalidTrainingError:
+    """The error for a loss that is not finite. The run's final error handling adds the last good checkpoint."""
+    return InvalidTrainingError(
+        f"the {name} is not finite at step {step}, so the weights after it are useless. Usual causes: a learning rate "
+        "that is too high, fp16 with a base model trained in bf16 (use precision=fp32 or bf16), damaged data (see "
+        "tunebook data)",
+        problem_id="loss-not-finite",
+    )
 
 
 def records_of(config: RunConfig, batches: RankBatches, model: torch.nn.Module, folder: Path | None) -> Records:

@@ -30,7 +30,7 @@ from tunebook.record.run_folder import LOG_FILE, UNSAVED_FILE
 from tunebook.record.start_up import StartClock
 from tunebook.terminal import quiet_libraries
 from tunebook.train.build import build_trainer
-from tunebook.train.callbacks import EarlyStopping, FiniteLoss, LogToTheEnd, StopOnRequest
+from tunebook.train.callbacks import EarlyStopping, LogToTheEnd, StopOnRequest
 from tunebook.train.endings import Ending, best_missing, ending_of, last_good, memory_ran_out, write_ending
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
@@ -111,7 +111,6 @@ def _add_callbacks(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> P
     )
     trainer.add_callback(LogToTheEnd(may_stop_early=patience is not None))
     trainer.add_callback(trainer.records)
-    trainer.add_callback(FiniteLoss())
     resumed = _resumed(config, trainer, folder)
     if patience is not None:
         trainer.add_callback(EarlyStopping(patience))  # uses the restored state
