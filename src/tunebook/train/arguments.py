@@ -35,6 +35,7 @@ _DDP_BUCKET_MIB = 400
 def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_validation: bool) -> dict[str, Any]:
     """Keyword arguments of a TRL config for a run in `folder`; `plan` is the solved batch, not an estimate."""
     assert plan.total_steps is not None and plan.accumulation is not None
+    optimizer = config.optimizer
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "checkpoints"),
         "max_steps": plan.total_steps,
@@ -42,6 +43,12 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "gradient_accumulation_steps": plan.accumulation,
         "seed": config.training.seed,
         "max_grad_norm": config.training.max_grad_norm or 0.0,  # 0: the Trainer and DeepSpeed only measure the norm
+        "optim": OPTIMIZERS[optimizer.name].optim,
+        "learning_rate": optimizer.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.epsilon,
         "full_determinism": config.training.deterministic,
         "use_liger_kernel": config.model.liger_kernel,
         "ddp_timeout": config.launcher.timeout_s,
@@ -59,8 +66,7 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "logging_steps": config.training.log_every_steps,
         "logging_nan_inf_filter": False,  # the default hides a loss that is not finite
     }
-    arguments |= _optimizer(config)
-    arguments |= learning_rate_schedule(config.schedule, config.optimizer.learning_rate, plan.total_steps)
+    arguments |= learning_rate_schedule(config.schedule, optimizer.learning_rate, plan.total_steps)
     arguments |= _numbers(config) | _saving(config, has_validation) | _parallelism(config)
     return arguments
 
@@ -70,18 +76,6 @@ def row_multiple(config: RunConfig) -> int | None:
     multiple = ALIGNMENT if config.precision.compute is Compute.fp8 else 1
     multiple *= config.parallelism.sequence_group_size  # each rank has an equal part of a row
     return multiple if multiple > 1 else None
-
-
-def _optimizer(config: RunConfig) -> dict[str, Any]:
-    optimizer = config.optimizer
-    return {
-        "optim": OPTIMIZERS[optimizer.name].optim,
-        "learning_rate": optimizer.learning_rate,
-        "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
-        "adam_epsilon": optimizer.epsilon,
-    }
 
 
 def optimizer_factory(config: RunConfig) -> tuple[Any, dict[str, Any]] | None:

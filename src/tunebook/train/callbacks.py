@@ -14,9 +14,7 @@ from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.record.start_up import StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
 
-_GIB = 1024**3
 VALIDATION_LOSS = "eval_validation_loss"  # the key in the trainer's log
-_SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_callbacks
 
 
 def validation_losses(state: TrainerState) -> dict[int, float]:

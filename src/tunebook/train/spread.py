@@ -15,7 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
-from tunebook.facts.sharing import offloaded_states
+from tunebook.errors import RequestError
+from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
@@ -40,13 +41,22 @@ def join_ranks(config: RunConfig) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     if is_zero and (is_on_cpu or offloaded_states(config)) and os.environ.get("RANK", "0") == "0":
-        _announce_compilation()
+        from torch.utils.cpp_extension import get_default_build_root
+
+        folder = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+        print(
+            "DeepSpeed compiles its operators at their first use on a machine, which takes 1 to 4 minutes; if it never "
+            f"ends, a killed process left a file there: find {folder} -name lock -delete",
+            flush=True,
+        )
     if is_zero and is_on_cpu:
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timeout)
     elif is_on_cpu and "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", timeout=timeout)
+    if uses_nvme(config):
+        _require_libaio()
 
 
 def bound_deepspeed_groups(config: RunConfig) -> None:
@@ -58,19 +68,15 @@ def bound_deepspeed_groups(config: RunConfig) -> None:
     comm.cdb.new_group = partial(torch.distributed.new_group, timeout=timedelta(seconds=config.launcher.timeout_s))
 
 
-def _announce_compilation() -> None:
-    """Print why nothing happens for minutes, unless DeepSpeed's operators are there.
+def _require_libaio() -> None:
+    """Check before the model is loaded. DeepSpeed's own error does not name the package."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    A killed process leaves torch's file `lock`, for which every later one waits without end (pytorch issue 189245).
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if any(folder.rglob("lock")) or not any(folder.rglob("*.so")):
-        print(
-            "DeepSpeed compiles its operators when they are first used, which takes 1 to 4 minutes; if it never ends, "
-            f"a killed process left a file there: find {folder} -name lock -delete",
-            flush=True,
+    if not AsyncIOBuilder().is_compatible():
+        raise RequestError(
+            "offloading to nvme needs libaio, which is not installed; try `apt install libaio-dev`, or "
+            "parallelism=zero3_offload",
+            problem_id="libaio-missing",
         )
 
 
