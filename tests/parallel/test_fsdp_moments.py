@@ -96,14 +96,9 @@ def _most_bytes(mesh, *, is_tied: bool, reshards: bool) -> tuple[int, int]:
     return living.most, num_parameters
 
 
-@pytest.mark.parametrize(
-    ("choice", "is_tied"),
-    [
-        ("fsdp", True),
-        ("fsdp_grad_op", False),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("fsdp", False), ("fsdp_grad_op", True))),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("choice", ["fsdp", "fsdp_grad_op"])
 def test_a_step_of_wide_layers_is_planned_as_it_is(config_on, pretended_ranks, choice, is_tied):
     traced, num_parameters = _most_bytes(pretended_ranks, is_tied=is_tied, reshards=choice == "fsdp")
     config = config_on(choice, RANKS)
