@@ -74,9 +74,8 @@ def hide_import_warnings() -> None:
 class RankEnd:
     """Ends a rank's process without Python's finalization. Create it before the libraries are imported.
 
-    Exit handlers run in reverse order, so those of the libraries run first. Python's finalization never runs: what
-    DeepSpeed holds keeps gloo's threads alive after `destroy_process_group`, and a thread that releases a tensor during
-    finalization aborts the process (pytorch#190489). A run that was complete and saved would have failed.
+    Exit handlers run in reverse order, so those of the libraries run first. Python's finalization never runs: a thread
+    of gloo that releases a tensor during it aborts the process (pytorch#190489), after a run that is complete.
     """
 
     def __init__(self) -> None:
@@ -90,9 +89,9 @@ class RankEnd:
     def leave(self, exit_code: int) -> NoReturn:
         """End this process; immediately and without exit handlers if it failed alone.
 
-        NCCL's exit handler waits for all ranks: a rank out of GPU memory stayed for minutes, with its GPU and the other
-        ranks waiting in a collective (2 H200, FSDP). Before it ends, the process waits for a moment: if it failed
-        because another rank was killed, torchrun must see that rank's end first.
+        NCCL's exit handler waits for all ranks, which may wait for this one in a collective. Before it ends, the
+        process waits for a moment: if it failed because another rank was killed, torchrun must see that rank's end
+        first.
         """
         if exit_code in AGREED_ENDINGS:
             self._exit_code = exit_code
