@@ -214,6 +214,17 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(co
     assert not (folder / "model").exists()
 
 
+def test_best_checkpoint_of_an_earlier_run_is_loaded(config, run, changed, validating):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    config = changed(config, dataset={"validation_share": 0.3}, training=RANKED | {"max_steps": 4})
+    folder, code, _ = run(config, "earlier")
+    assert code == 0
+    training = {"max_steps": 6, "resume": str(folder), "resume_anyway": [ResumeAnyway.config]}
+    later, code, _ = run(changed(config, training=training), "later")
+    assert (code, outcome(later)["best_step"], steps(later)) == (0, 2, [6])
+    assert same_weights(later / "model", folder / "checkpoints" / "checkpoint-2")
+
+
 @pytest.mark.usefixtures("saves_at_once")
 def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run, changed, validating, monkeypatch):
     def damage(trainer, *args, **kwargs):

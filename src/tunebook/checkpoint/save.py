@@ -40,7 +40,7 @@ from tunebook.checkpoint.record import (
     read_record,
 )
 from tunebook.checkpoint.retention import clean_up, remove_old
-from tunebook.checkpoint.verify import complete_checkpoints, is_complete
+from tunebook.checkpoint.verify import complete_checkpoints
 from tunebook.errors import TunebookError
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
 from tunebook.hardware.disk import FREE_SPACE, is_disk_full, require_space
@@ -153,11 +153,6 @@ class CheckpointSaver:
                 error.add_note(f"The checkpoint of step {self._pending} was not completed either: {failure}")
             raise
         self.settle()
-
-    def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is in the run's own folder. Raises: as `settle`."""
-        self.settle()
-        return on_first_rank(lambda: is_complete(checkpoint_path(self.folder, step)))
 
     def abandon(self, step: int) -> None:
         """Remove an unfinished checkpoint: on a full disk its space is needed for the records.
