@@ -199,10 +199,10 @@ def test_ddp_on_one_rank_is_the_bare_module(config_on):
     ],
 )
 def test_anything_else_is_refused_by_name_on_the_rank_that_has_it(config_on, choice, found, words):
-    asked = {"fsdp": FSDP, "fsdp_offload": FSDP | {"offload_parameters": "cpu"}, "zero2": ZERO2, "ddp": DDP}[choice]
-    units = asked.get("unit_classes", [])
+    expected = {"fsdp": FSDP, "fsdp_offload": FSDP | {"offload_parameters": "cpu"}, "zero2": ZERO2, "ddp": DDP}[choice]
+    units = expected.get("unit_classes", [])
     with pytest.raises(InvalidTrainingError, match=f"parallelism=.* on rank 2 {words}") as caught:
-        require_expected(config_on(choice, 4), [asked, asked, found, asked], units)
+        require_expected(config_on(choice, 4), [expected, expected, found, expected], units)
     assert (caught.value.exit_code, caught.value.problem_id) == (7, "other-parallelism")
 
 

@@ -78,7 +78,7 @@ def test_each_step_and_validation_is_logged_once_whatever_came_between(config, r
     config = changed(config, dataset=VALIDATED, training={"evaluate_every_steps": 2, "max_steps": 5})
     evaluated, evaluate, step = [], RecipeTrainer.evaluate, SFTTrainer.training_step
 
-    def noted(trainer, *args, **kwargs):
+    def evaluate_and_note(trainer, *args, **kwargs):
         evaluated.append(trainer.state.global_step)
         return evaluate(trainer, *args, **kwargs)
 
@@ -87,7 +87,7 @@ def test_each_step_and_validation_is_logged_once_whatever_came_between(config, r
             raise RuntimeError("the machine failed")
         return step(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(RecipeTrainer, "evaluate", noted)
+    monkeypatch.setattr(RecipeTrainer, "evaluate", evaluate_and_note)
     with monkeypatch.context() as patch:
         patch.setattr(SFTTrainer, "training_step", fail)
         folder, code, lines = run(config)
@@ -135,10 +135,10 @@ def test_run_resumes_after_a_full_disk(whole, config, run, changed, small_disk, 
     with monkeypatch.context() as patch:
         patch.setattr(Records, "on_step_begin", fill_up, raising=False)
         folder, code, _ = run(config)
-    kept = folder / "checkpoints" / "checkpoint-2"
+    last_good = folder / "checkpoints" / "checkpoint-2"
     assert code == 3, outcome(folder)["reason"]
-    assert outcome(folder)["reason"].endswith(f"The last good checkpoint is {kept}")
-    assert verified_record(kept).step == 2
+    assert outcome(folder)["reason"].endswith(f"The last good checkpoint is {last_good}")
+    assert verified_record(last_good).step == 2
     assert steps(folder) == [2]
     assert not (folder / "checkpoints" / "_unfinished").exists()
     (folder / "filler").unlink()

@@ -18,7 +18,7 @@ from .conftest import losses, outcome, same_weights
 
 
 @pytest.fixture
-def asked(config, changed, tiny_model, tmp_path):
+def fp8(config, changed, tiny_model, tmp_path):
     """Steps in fp8 of the tiny model with a feed-forward network that is wide enough for fp8 to pay."""
     folder = tmp_path / "wide"
     shutil.copytree(tiny_model, folder)
@@ -44,17 +44,17 @@ def passes(monkeypatch):
     return found
 
 
-def test_it_trains_close_to_bf16_and_resumes_with_ordinary_weights(asked, passes, run, changed, tmp_path):
+def test_it_trains_close_to_bf16_and_resumes_with_ordinary_weights(fp8, passes, run, changed, tmp_path):
     (tmp_path / "run").mkdir()
-    start_manifest(tmp_path / "run", asked, world_size=1, command=["tunebook"])
-    folder, code, lines = run(asked)
+    start_manifest(tmp_path / "run", fp8, world_size=1, command=["tunebook"])
+    folder, code, lines = run(fp8)
     assert code == 0
     manifest = read_manifest(folder)
     assert manifest["parallelism_found"]["fp8_layers"] == 4  # gate_proj and up_proj of two blocks
     assert manifest["leak_probe"]["checked"] and manifest["leak_probe"]["sees_leaks"]
     assert {(has_gradients, layers) for has_gradients, layers, _ in passes} == {(False, 0), (True, 4)}  # probe in bf16
     assert {length % 16 for has_gradients, _, (_, length) in passes if has_gradients} == {0}
-    other, code, expected = run(changed(asked, precision={"compute": Compute.bf16}), name="bf16")
+    other, code, expected = run(changed(fp8, precision={"compute": Compute.bf16}), name="bf16")
     assert code == 0
     differences = [abs(line["loss"] / other["loss"] - 1) for line, other in zip(lines, expected, strict=True)]
     assert 0 < max(differences) < 0.01
@@ -65,21 +65,21 @@ def test_it_trains_close_to_bf16_and_resumes_with_ordinary_weights(asked, passes
     assert formats[0] == formats[1]
     assert {dtype for _, dtype in formats[0].values()} == {torch.float32}
     shutil.copytree(folder / "checkpoints" / "checkpoint-2", tmp_path / "again" / "checkpoints" / "checkpoint-2")
-    again, code, resumed = run(asked, name="again")
+    again, code, resumed = run(fp8, name="again")
     assert code == 0
     assert losses(resumed) == losses(lines)[2:]
     assert same_weights(folder / "model", again / "model")
 
 
-def test_padded_rows_are_multiples_of_16_tokens_too(asked, passes, run, changed):
+def test_padded_rows_are_multiples_of_16_tokens_too(fp8, passes, run, changed):
     padded = {"packing": {"mode": PackingMode.padded}, "training": {"max_steps": 1, "micro_batch_size": 2}}
-    assert run(changed(asked, **padded))[1] == 0
+    assert run(changed(fp8, **padded))[1] == 0
     assert {length % 16 for _, _, (_, length) in passes} == {0}
 
 
-def test_run_without_its_fp8_layers_ends_with_7(asked, run, monkeypatch):
+def test_run_without_its_fp8_layers_ends_with_7(fp8, run, monkeypatch):
     """Whatever the cause; here the conversion does nothing."""
     monkeypatch.setattr(build, "convert_to_fp8", lambda model, scaling: ["model.layers.0.mlp.up_proj"])
-    folder, code, lines = run(asked)
+    folder, code, lines = run(fp8)
     assert (code, lines) == (7, [])
     assert "on rank 0 fp8_layers 1 was asked for and 0 found" in outcome(folder)["reason"]

@@ -33,16 +33,16 @@ def probed(config, changed, run, tmp_path, monkeypatch):
     def build(**groups):
         held = {}
 
-        def hold(probe, args, state, control, **kwargs):
+        def remember(probe, args, state, control, **kwargs):
             held.update(probe=probe, call=(args, state, control))
             raise InvalidTrainingError("the trainer is complete")
 
         probe_once = LeakProbe.on_train_begin
-        asked = changed(config, **groups)
+        probed_config = changed(config, **groups)
         with monkeypatch.context() as patch:
-            patch.setattr(LeakProbe, "on_train_begin", hold)
-            folder, _, _ = run(asked)
-        start_manifest(folder, asked, world_size=1, command=["tunebook"])
+            patch.setattr(LeakProbe, "on_train_begin", remember)
+            folder, _, _ = run(probed_config)
+        start_manifest(folder, probed_config, world_size=1, command=["tunebook"])
 
         def call():
             refused = None

@@ -62,7 +62,7 @@ def routed(config, run, changed, tiny_model, tmp_path, monkeypatch):
         seen = []
         compute = RecipeTrainer.compute_loss
 
-        def kept(self, model, inputs, *args, **kwargs):
+        def remember(self, model, inputs, *args, **kwargs):
             forward = model.forward
             monkeypatch.setattr(model, "forward", lambda **words: seen.append(forward(**words)) or seen[-1])
             try:
@@ -70,7 +70,7 @@ def routed(config, run, changed, tiny_model, tmp_path, monkeypatch):
             finally:
                 monkeypatch.setattr(model, "forward", forward)
 
-        monkeypatch.setattr(RecipeTrainer, "compute_loss", kept)
+        monkeypatch.setattr(RecipeTrainer, "compute_loss", remember)
         _, code, lines = run(changed(config, model={"path": str(folder)}, **groups), name)
         monkeypatch.setattr(RecipeTrainer, "compute_loss", compute)
         assert code == 0
@@ -99,16 +99,16 @@ def test_the_loss_of_a_micro_batch_by_hand():
     )  # fmt: skip
 
     def loss_of(trained):
-        asked = {}
+        received = {}
 
         def model(**inputs):
-            asked.update(inputs)
+            received.update(inputs)
             mask = torch.tensor([trained])
             return SimpleNamespace(log_probs=-2.0 * mask, label_mask=mask, aux_loss=torch.tensor(2.0))
 
         inputs = {"input_ids": torch.zeros(1, len(trained))}
         loss = RecipeTrainer.compute_loss(trainer, model, inputs, num_items_in_batch=torch.tensor(12))
-        assert asked["output_router_logits"] is True
+        assert received["output_router_logits"] is True
         return float(loss)
 
     assert loss_of([True, True, True]) == 6 / 12 * 2 + 0.5 * 2.0 / 4

@@ -26,11 +26,11 @@ def gathered_elsewhere(monkeypatch):
     gathered: list[DTensor] = []
     usual = DTensor.full_tensor
 
-    def noted(self, *args, **kwargs):
+    def note(self, *args, **kwargs):
         gathered.append(self)
         return usual(self, *args, **kwargs)
 
-    monkeypatch.setattr(DTensor, "full_tensor", noted)
+    monkeypatch.setattr(DTensor, "full_tensor", note)
     return gathered
 
 
@@ -60,14 +60,14 @@ def gradients_of(model):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # asked by peft
-@pytest.mark.parametrize("is_mended", [True, False], ids=["gathered", "left"])
-def test_every_pass_finds_the_head_where_fsdp_gathers(small_qwen2, one_gloo_rank, gathered_elsewhere, is_mended):
+@pytest.mark.parametrize("is_corrected", [True, False], ids=["gathered", "left"])
+def test_every_pass_finds_the_head_where_fsdp_gathers(small_qwen2, one_gloo_rank, gathered_elsewhere, is_corrected):
     alone = with_adapters(small_qwen2(tie_word_embeddings=False))
     expected = loss_of(alone)
     expected.backward()
     model = with_adapters(small_qwen2(tie_word_embeddings=False))
     model.load_state_dict(alone.state_dict())
-    if is_mended:
+    if is_corrected:
         gather_head(model)
     wrapped(model)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_every_pass_finds_the_head_where_fsdp_gathers(small_qwen2, one_gloo_rank
     with torch.no_grad():
         torch.testing.assert_close(loss_of(model), expected)
     places.append(len(gathered_elsewhere))
-    assert places == ([0, 0, 0, 0] if is_mended else [0, 1, 2, 3]), "upstream: from the second pass on, on the host"
+    assert places == ([0, 0, 0, 0] if is_corrected else [0, 1, 2, 3]), "upstream: from the second pass on, on the host"
 
 
 def test_without_adapters_and_without_fsdp_nothing_changes(small_qwen2):

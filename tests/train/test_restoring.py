@@ -267,9 +267,9 @@ def experts(config, changed, tiny_model, tmp_path):
     folder = tmp_path / "moe"
     shutil.copytree(tiny_model, folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    kept = json.loads((folder / "config.json").read_text())
+    tiny = json.loads((folder / "config.json").read_text())
     more = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4}
-    ids = {name: kept[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    ids = {name: tiny[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
     made = Qwen3MoeConfig(**sizes, **more, **ids, num_experts_per_tok=2, tie_word_embeddings=True)
     made.architectures = ["Qwen3MoeForCausalLM"]
     made.save_pretrained(folder)

@@ -90,11 +90,11 @@ def test_trackers_and_checkpoints_get_the_numbers_of_the_metrics(config, run, ch
     """An epoch has steps of 6, 6 and 4 documents. Upstream's has all six steps."""
     logged, log = [], SFTTrainer.log
 
-    def kept(self, logs, start_time=None):
+    def remember(self, logs, start_time=None):
         log(self, logs, start_time)
         logged.append(dict(logs))
 
-    monkeypatch.setattr(SFTTrainer, "log", kept)
+    monkeypatch.setattr(SFTTrainer, "log", remember)
     training = {"save_every_steps": 3, "evaluate_every_steps": 3, "global_samples": 6}
     config = changed(config, dataset={"validation_share": 0.25}, training=training)
     folder, code, lines = run(config)

@@ -34,9 +34,9 @@ def without_launcher(monkeypatch):
 
 def test_model_without_fsdp_ends_with_7(config, run, changed, without_launcher):
     """On a CPU accelerate silently skips FSDP. A rule refuses that; this is a second check."""
-    asked = changed(config, training={"max_steps": 1})
-    asked.parallelism = FsdpConfig(strategy=Strategy.fsdp)
-    folder, code, lines = run(asked)
+    fsdp = changed(config, training={"max_steps": 1})
+    fsdp.parallelism = FsdpConfig(strategy=Strategy.fsdp)
+    folder, code, lines = run(fsdp)
     assert code == 7
     reason = outcome(folder)["reason"]
     assert "on rank 0 strategy fsdp was asked for and ddp found" in reason
