@@ -74,22 +74,32 @@ class OnePassLogProbFunction(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         shape = {"logit_scale": logit_scale, "softcap": final_logit_softcapping or 1.0, "inv_t": 1 / temperature,
                  "HAS_SOFTCAP": final_logit_softcapping is not None}  # fmt: skip
-        statistics = _Statistics(len(targets), hidden.device)
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        inputs = (hidden, weight, bias)
+        hidden_grad, weight_grad, bias_grad = (
+            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and is_needed else None
+            for tensor, is_needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+        )
+        log_probs = torch.empty(len(targets), device=hidden.device, dtype=torch.float32)
         cast, cast_bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         buffer = torch.empty((min(len(hidden), TILE_TOKENS), len(weight)), device=hidden.device, dtype=dtype)
         for start in range(0, len(hidden), TILE_TOKENS):
             tokens = slice(start, min(start + TILE_TOKENS, len(hidden)))
-            inputs = hidden.detach()[tokens].to(dtype)
-            tile = buffer[: len(inputs)]
-            torch.mm(inputs, cast.t(), out=tile)
+            states = hidden.detach()[tokens].to(dtype)
+            tile = buffer[: len(states)]
+            torch.mm(states, cast.t(), out=tile)
             if cast_bias is not None:
                 tile.add_(cast_bias)
-            statistics.fold(tile, targets, tokens, shape)
-            _logits_gradient(tile, targets[tokens], statistics.log_z(tokens), shape)
-            gradients.add(tile, inputs, cast, tokens)
-        ctx.gradients = gradients.by_input()
-        return statistics.target_logit - statistics.log_z(slice(None)), None, None, None, None
+            log_probs[tokens], log_z = _log_probs(tile, targets[tokens], shape)
+            _logits_gradient(tile, targets[tokens], log_z, shape)
+            if hidden_grad is not None:
+                _product(hidden_grad[tokens], tile, cast, is_added=False)
+            if weight_grad is not None:
+                _product(weight_grad, tile.t(), states, is_added=start > 0)
+            if bias_grad is not None:
+                bias_grad += tile.sum(dim=0, dtype=torch.float32)
+        dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.gradients = list(zip((hidden_grad, weight_grad, bias_grad), dtypes, strict=True))
+        return log_probs, None, None, None, None
 
     @staticmethod
     @once_differentiable
@@ -106,30 +116,18 @@ class OnePassLogProbFunction(torch.autograd.Function):
         return (*(None if tensor is None else tensor.mul_(factor).to(dtype) for tensor, dtype in gradients), *nothing)
 
 
-class _Statistics:
-    """The results of TRL's forward kernel for each token, (N,) in fp32."""
-
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
-        def filled(value: float) -> torch.Tensor:
-            return torch.full((num_tokens,), value, device=device, dtype=torch.float32)
-
-        self.max, self.sum_exp, self.target_logit = filled(float("-inf")), filled(0.0), filled(0.0)
-        self._unused = filled(0.0)
-
-    def fold(self, tile: torch.Tensor, targets: torch.Tensor, tokens: slice, shape: dict[str, Any]) -> None:
-        """Process all logits of some tokens, (n, V)."""
-        kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
-        flags = {f"HAS_{name.upper()}": False for name in chunked_logprob.OPTIONAL_OUTPUTS}
-        unused = self._unused[tokens]
-        kernel(
-            tile, tile.stride(0), targets[tokens], self.max[tokens], self.sum_exp[tokens], unused, unused, unused,
-            unused, self.target_logit[tokens], 0, tile.shape[1], BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags,
-            **shape,
-        )  # fmt: skip
-
-    def log_z(self, tokens: slice) -> torch.Tensor:
-        """The logarithm of the sum over the vocabulary."""
-        return self.max[tokens] + torch.log(self.sum_exp[tokens])
+def _log_probs(tile: torch.Tensor, targets: torch.Tensor, shape: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities of the targets, and the logarithm of the sum over the vocabulary; (n,) of logits (n, V)."""
+    sum_exp, target_logit, unused = torch.zeros((3, len(tile)), device=tile.device, dtype=torch.float32)
+    highest = torch.full_like(sum_exp, float("-inf"))
+    kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
+    flags = {f"HAS_{name.upper()}": False for name in chunked_logprob.OPTIONAL_OUTPUTS}
+    kernel(
+        tile, tile.stride(0), targets, highest, sum_exp, unused, unused, unused, unused, target_logit, 0,
+        tile.shape[1], BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags, **shape,
+    )  # fmt: skip
+    log_z = highest + torch.log(sum_exp)
+    return target_logit - log_z, log_z
 
 
 def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, shape: dict[str, Any]) -> None:
@@ -141,35 +139,6 @@ def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Ten
         tile, tile.stride(0), targets, log_z, log_z, torch.ones_like(log_z), log_z, 0, tile.shape[1],
         HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=size, **shape,
     )  # fmt: skip
-
-
-class _Gradients:
-    """The gradients of hidden states, weight and bias, in fp32 as upstream's; None for an input that needs none."""
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
-    ) -> None:
-        def empty(tensor: torch.Tensor | None, is_needed: bool) -> torch.Tensor | None:
-            return torch.empty_like(tensor, dtype=torch.float32) if tensor is not None and is_needed else None
-
-        inputs = (hidden, weight, bias)
-        self._dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
-        self._hidden, self._weight, self._bias = map(empty, inputs, needed[:3])
-
-    def add(self, tile: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, tokens: slice) -> None:
-        """Add the gradients from a tile of the logits' gradients, (n, V)."""
-        is_first = tokens.start == 0
-        if self._hidden is not None:
-            _product(self._hidden[tokens], tile, weight, is_added=False)
-        if self._weight is not None:
-            _product(self._weight, tile.t(), inputs, is_added=not is_first)
-        if self._bias is not None:
-            summed = tile.sum(dim=0, dtype=torch.float32)
-            self._bias = summed if is_first else self._bias + summed
-
-    def by_input(self) -> list[tuple[torch.Tensor | None, torch.dtype | None]]:
-        """Each gradient with the format that autograd expects."""
-        return list(zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True))
 
 
 def _product(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
