@@ -63,15 +63,6 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest():
         torch.testing.assert_close(found[name], weight, msg=name)
 
 
-def test_state_is_one_moment_of_each_matrix_and_two_of_the_rest():
-    model = Model()
-    optimizer = muon_with_adamw(model, SETTINGS)
-    trained(model, optimizer, 1)
-    assert set(optimizer.state[model.project.weight]) == {"momentum_buffer"}
-    assert set(optimizer.state[model.lm_head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert model.frozen.weight not in optimizer.state
-
-
 def test_a_loaded_optimizer_goes_on_to_the_last_bit():
     torch.manual_seed(0)
     model = Model()

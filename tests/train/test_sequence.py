@@ -62,12 +62,6 @@ def test_parts_of_a_row_have_its_positions_its_boundaries_and_all_its_labels_onc
     assert sum(int((part["shift_labels"] != IGNORED_LABEL).sum()) for part in parts) == 6 + 4
 
 
-def test_a_row_that_cannot_be_divided_is_a_bug():
-    batch = {"input_ids": torch.ones(1, 5, dtype=torch.long), "labels": torch.ones(1, 5, dtype=torch.long)}
-    with pytest.raises(AssertionError, match="filled up to a multiple of 2 tokens"):
-        sequence.part_of_row(batch, 0, 2)
-
-
 @pytest.mark.parametrize(
     ("rope", "is_refused"),
     [
