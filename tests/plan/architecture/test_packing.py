@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 import transformers
 import yaml
 from transformers import AutoConfig, Qwen3NextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tunebook.config.book import book_root
@@ -17,6 +19,7 @@ from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.model.linear_attention import packages_for_packing
 from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture.packing import isolation_of, small_model
+from tunebook.train.isolation import LENGTHS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes that no published model has
 
@@ -74,6 +77,28 @@ def test_documents_do_not_reach_each_other(architecture):
 def test_states_are_kept_apart_by_packages(architecture):
     assert facts_of(architecture) == {"mask": True, "lengths": True}
     assert packages_for_packing(small_model(config_of(architecture), "eager")) == HYBRID[architecture]
+
+
+# They choose the tokens that each token attends to.
+INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", INDEXED)
+def test_chosen_tokens_are_of_the_same_document(architecture):
+    assert small_model(config_of(architecture), "eager").config.index_topk < min(LENGTHS)
+    assert facts_of(architecture)["mask"] is True
+
+
+def test_an_indexer_that_ranks_the_tokens_of_other_documents_is_found(monkeypatch):
+    """They would take the places of a document's own tokens; the mask is applied to what was chosen only."""
+    forward = modeling_deepseek_v32.DeepseekV32Indexer.forward
+
+    def without_mask(self, hidden, residual, positions, mask, *args, **kwargs):
+        causal = torch.full_like(mask, torch.finfo(mask.dtype).min).triu(1)
+        return forward(self, hidden, residual, positions, causal, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", without_mask)
+    assert facts_of("DeepseekV32ForCausalLM")["mask"] is False
 
 
 @pytest.mark.parametrize(
