@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl.trainer.utils import add_fused_lm_head
 
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.rows import step_ledger
@@ -82,15 +80,10 @@ def _in_units(model: LlamaForCausalLM, mesh, *, is_tied: bool, reshards: bool) -
     return fully_shard(model, mesh=mesh, mp_policy=formats, reshard_after_forward=reshards)
 
 
-def _small_model(*, is_tied: bool, **sizes: int) -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    config = LlamaConfig(**(SIZES | sizes), tie_word_embeddings=is_tied, attn_implementation="sdpa")
-    return LlamaForCausalLM(config)
-
-
 def _most_bytes(mesh, *, is_tied: bool, reshards: bool) -> tuple[int, int]:
     """Of two passes; and the model's parameters."""
-    model = _small_model(is_tied=is_tied)
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=is_tied, attn_implementation="sdpa"))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     _in_units(model, mesh, is_tied=is_tied, reshards=reshards)
     living = _Living([parameter.to_local() for parameter in model.parameters()])
@@ -103,41 +96,12 @@ def _most_bytes(mesh, *, is_tied: bool, reshards: bool) -> tuple[int, int]:
     return living.most, num_parameters
 
 
-def test_the_heads_gradient_is_reduced_first_after_a_pass_without_gradients_too(pretended_ranks, monkeypatch):
-    """As after the leak probe and validation: TRL's fused head never calls the head, and torch 2.11, but not 2.13, then
-    took the pass that came next for the rest of that one, and kept the head's gradient whole to its end.
-    """
-    reduced: list[str] = []
-    usual = FSDPParamGroup.post_backward
-
-    def noted(self, *args):
-        reduced.append(self._module_fqn)
-        return usual(self, *args)
-
-    monkeypatch.setattr(FSDPParamGroup, "post_backward", noted)
-    model = _small_model(is_tied=False, intermediate_size=64)
-    add_fused_lm_head(model)
-    _in_units(model, pretended_ranks, is_tied=False, reshards=True)
-    tokens = torch.arange(TOKENS)[None]
-
-    def loss_of_a_pass() -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return -model(input_ids=tokens, labels=tokens, use_cache=False, fused_lm_head=True).log_probs.sum()
-
-    with torch.no_grad():
-        loss_of_a_pass()
-    for _ in range(2):
-        reduced.clear()
-        loss_of_a_pass().backward()
-        layers = [f"model.layers.{number}" for number in reversed(range(SIZES["num_hidden_layers"]))]
-        assert reduced == ["model.norm, lm_head", *layers, "model.embed_tokens"]
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("choice", ["fsdp", "fsdp_grad_op"])
 def test_a_step_of_wide_layers_is_planned_as_it_is(config_on, pretended_ranks, choice, is_tied):
     traced, num_parameters = _most_bytes(pretended_ranks, is_tied=is_tied, reshards=choice == "fsdp")
-    config = config_on(choice, RANKS, "model.compile_layers=false", "activation=stored", "attention=sdpa")
+    config = config_on(choice, RANKS)
     config.packing.row_length, config.training.micro_batch_size = TOKENS, 1
     assert config.model.facts is not None
     facts = replace(

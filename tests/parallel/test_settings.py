@@ -8,137 +8,107 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tunebook.config.choices import Generation, MixedPrecision
 from tunebook.parallel.deepspeed import deepspeed_settings, forget_parameter_order
-from tunebook.parallel.fsdp import (
-    autocast_dtype,
-    fsdp_arguments,
-    hsdp_sizes,
-    mixed_precision_policy,
-)
+from tunebook.parallel.fsdp import autocast_dtype, fsdp_arguments, hsdp_sizes, mixed_precision_policy
 from tunebook.train.arguments import _parallelism
 
-from ..conftest import config_of
+
+@pytest.fixture
+def zero_of(config_on):
+    return lambda choice, **settings: deepspeed_settings(config_on(choice, **settings))["zero_optimization"]
 
 
-def qwen3b(*overrides):
-    return config_of("qwen3b_zero2", *overrides)
+def test_only_what_is_set_is_written(zero_of):
+    assert zero_of("zero1") == {"stage": 1, "reduce_bucket_size": "auto"}
+    assert zero_of("zero2", round_robin_gradients=True) == {
+        "stage": 2, "reduce_bucket_size": "auto", "round_robin_gradients": True,
+    }  # fmt: skip
+    zero = zero_of("zero3", max_live_parameters=1000, sub_group_size=5)
+    assert (zero["stage3_max_live_parameters"], zero["sub_group_size"]) == (1000, 5)
+    assert "stage3_max_reuse_distance" not in zero
+    zero = zero_of("zero3", param_persistence_threshold=0, prefetch_bucket_size=0)  # a number of its own
+    assert zero["stage3_param_persistence_threshold"] == zero["stage3_prefetch_bucket_size"] == 0
 
 
-def zero_of(*overrides):
-    return deepspeed_settings(qwen3b(*overrides))["zero_optimization"]
-
-
-def test_zero1_leaves_the_rest_to_deepspeed():
-    assert zero_of("parallelism=zero1") == {"stage": 1, "reduce_bucket_size": "auto"}
-
-
-def test_zero3_with_everything_on_the_host():
-    zero = zero_of("parallelism=zero3_offload")
+def test_zero3_with_everything_on_the_host(zero_of):
+    zero = zero_of("zero3_offload")
     assert zero["stage"] == 3
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
     assert zero["stage3_prefetch_bucket_size"] == "auto"
 
 
-def test_a_setting_of_zero_is_not_left_to_the_trainer():
-    zero = zero_of(
-        "parallelism=zero3", "parallelism.param_persistence_threshold=0", "parallelism.prefetch_bucket_size=0"
-    )
-    assert zero["stage3_param_persistence_threshold"] == zero["stage3_prefetch_bucket_size"] == 0
+def test_nvme_names_its_folder_and_has_buffers_for_what_a_rank_has_of_the_embedding(zero_of):
+    """DeepSpeed ends a run whose largest parameter is above its default of 1e8 elements: 151,936 x 896 of Qwen's."""
+    assert zero_of("zero3_nvme", nvme_path="~/nvme")["offload_param"]["nvme_path"] == str(Path.home() / "nvme")
+    alone, shared = zero_of("zero3_nvme", ranks=1), zero_of("zero3_nvme", ranks=2)
+    assert alone["offload_param"]["nvme_path"] == alone["offload_optimizer"]["nvme_path"] == "/mnt/nvme"
+    assert alone["offload_param"]["buffer_size"] == 136_134_656
+    assert "buffer_size" not in shared["offload_param"]
+    assert "buffer_size" not in alone["offload_optimizer"]
 
 
-def test_nvme_names_its_folder():
-    for typed, folder in (("/mnt/nvme", "/mnt/nvme"), ('"~/nvme"', str(Path.home() / "nvme"))):
-        zero = zero_of("parallelism=zero3_nvme", f"parallelism.nvme_path={typed}")
-        assert zero["offload_param"]["nvme_path"] == folder
+def test_fsdp_reshards_or_keeps_and_offloads(config_on):
+    arguments = {choice: fsdp_arguments(config_on(choice)) for choice in ("fsdp", "fsdp_grad_op", "fsdp_offload")}
+    settings = {choice: found["fsdp_config"] for choice, found in arguments.items()}
+    assert settings["fsdp"] == {
+        "version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": True, "cpu_offload": False, "state_dict_type": "SHARDED_STATE_DICT",
+    }  # fmt: skip
+    assert settings["fsdp_grad_op"] == settings["fsdp"] | {"reshard_after_forward": False}
+    assert settings["fsdp_offload"] == settings["fsdp"] | {"cpu_offload": True}
+    assert arguments["fsdp_offload"]["ddp_backend"] == "cuda:nccl,cpu:gloo"
+    assert "ddp_backend" not in arguments["fsdp"]
+    assert arguments["fsdp"]["accelerator_config"] == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    read = inspect.getsource(TrainingArguments._process_fsdp_args)  # silently drops other settings
+    assert [key for key in settings["fsdp"] if f'"{key}"' not in read] == []
 
 
-def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
-    """DeepSpeed ends a run whose largest parameter is above its default of 1e8 elements: 50,280 x 2,560 of Dolly's."""
-    one = qwen3b("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=1")
-    two = qwen3b("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=2")
-    settings = [deepspeed_settings(config)["zero_optimization"] for config in (one, two)]
-    assert settings[0]["offload_param"]["buffer_size"] == 128_716_800
-    assert "buffer_size" not in settings[1]["offload_param"]
-    assert "buffer_size" not in settings[0]["offload_optimizer"]
-
-
-def test_a_said_setting_is_written_and_a_silent_one_is_not():
-    zero = zero_of("parallelism=zero3", "parallelism.max_live_parameters=1000", "parallelism.sub_group_size=5")
-    assert (zero["stage3_max_live_parameters"], zero["sub_group_size"]) == (1000, 5)
-    assert "stage3_max_reuse_distance" not in zero
-
-
-@pytest.mark.parametrize(("choice", "reshards"), [("fsdp", True), ("fsdp_grad_op", False)])
-def test_fsdp_reshards_or_keeps(choice, reshards):
-    assert fsdp_arguments(qwen3b(f"parallelism={choice}"))["fsdp_config"]["reshard_after_forward"] is reshards
-
-
-def test_fsdp_offload_sums_on_the_host_over_gloo():
-    arguments = fsdp_arguments(qwen3b("parallelism=fsdp_offload"))
-    assert arguments["fsdp_config"]["cpu_offload"] is True
-    assert arguments["ddp_backend"] == "cuda:nccl,cpu:gloo"
-    assert "ddp_backend" not in fsdp_arguments(qwen3b("parallelism=fsdp"))
-
-
-def test_transformers_reads_every_setting_of_fsdp():
-    """It drops those that it does not know in silence: `offload_params` was one."""
-    read = inspect.getsource(TrainingArguments._process_fsdp_args)
-    settings = fsdp_arguments(qwen3b("parallelism=fsdp_offload"))["fsdp_config"]
-    assert [key for key in settings if f'"{key}"' not in read] == []
-
-
-def test_hsdp_is_copies_times_shards():
-    config = qwen3b("parallelism=hsdp", "parallelism.shard_group_size=2", "hardware.gpus_per_node=8")
+def test_hsdp_is_copies_times_shards(config_on):
+    config = config_on("hsdp", ranks=8)
     assert hsdp_sizes(config) == (4, 2)
     sizes = fsdp_arguments(config)["parallelism_config"]
     assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (4, 2)
-    assert hsdp_sizes(qwen3b("parallelism=fsdp")) is None
+    assert hsdp_sizes(config_on("fsdp")) is None
 
 
-BF16 = ("precision=bf16", "hardware=hopper")
-
-
-def test_zero_leaves_bf16_to_autocast_unless_told_to_cast():
-    autocast = deepspeed_settings(qwen3b("parallelism=zero2", *BF16))
+def test_zero_leaves_bf16_to_autocast_unless_told_to_cast(config_on):
+    autocast = deepspeed_settings(config_on("zero2"))
     assert autocast["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     assert "bf16" not in autocast  # accelerate would turn it on
-    cast = deepspeed_settings(qwen3b("parallelism=zero2", "parallelism.mixed_precision=cast", *BF16))
+    cast = deepspeed_settings(config_on("zero2", mixed_precision=MixedPrecision.cast))
     assert cast["bf16"] == {"enabled": "auto"}
     assert "torch_autocast" not in cast
-    assert "torch_autocast" not in deepspeed_settings(qwen3b("parallelism=zero2", "precision=fp32"))
+    assert "torch_autocast" not in deepspeed_settings(config_on("zero2", compute="fp32"))
 
 
-@pytest.mark.parametrize(("precision", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-@pytest.mark.parametrize("is_cast", [False, True], ids=["autocast", "cast"])
-def test_fsdp_gathers_16_bits_and_sums_gradients_in_fp32(precision, half, is_cast):
-    way = f"parallelism.mixed_precision={'cast' if is_cast else 'autocast'}"
-    config = qwen3b("parallelism=fsdp", f"precision={precision}", "hardware=hopper", way)
+@pytest.mark.parametrize(("compute", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("mixed", [MixedPrecision.autocast, MixedPrecision.cast])
+def test_fsdp_gathers_16_bits_and_sums_gradients_in_fp32(config_on, compute, half, mixed):
+    config, is_cast = config_on("fsdp", compute=compute, mixed_precision=mixed), mixed is MixedPrecision.cast
     policy = mixed_precision_policy(config)
     formats = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
     assert formats == (half, torch.float32, None if is_cast else torch.float32, is_cast)
     assert autocast_dtype(config) == (None if is_cast else half)
 
 
-@pytest.mark.parametrize("overrides", [["precision=fp32"], [*BF16, "precision.master_weights=bf16"]])
-def test_fsdp_mixes_nothing_where_there_is_one_format(overrides):
-    config = qwen3b("parallelism=fsdp", *overrides)
+@pytest.mark.parametrize("precision", [{"compute": "fp32"}, {"master_weights": "bf16"}])
+def test_fsdp_mixes_nothing_where_there_is_one_format(config_on, precision):
+    config = config_on("fsdp", **precision)
     assert mixed_precision_policy(config) is None
     assert autocast_dtype(config) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "bucket"),
-    [
-        (["hardware=hopper"], 400),
-        (["hardware=hopper", "hardware.num_nodes=2"], None),
-        (["hardware=cpu", "precision=fp32", "attention=sdpa"], None),
-    ],
-)
-def test_ddp_sends_no_buffers_and_large_messages_inside_one_machine_with_gpus(words, bucket):
-    arguments = _parallelism(qwen3b("parallelism=ddp", "hardware.gpus_per_node=2", *words))
-    assert arguments.get("ddp_bucket_cap_mb") == bucket
-    assert arguments["ddp_broadcast_buffers"] is False
+def test_ddp_sends_no_buffers_and_large_messages_inside_one_machine_with_gpus(config_on):
+    config = config_on("ddp")
+    assert _parallelism(config) == {
+        "ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "ddp_bucket_cap_mb": 400,
+    }  # fmt: skip
+    config.hardware.num_nodes = 2
+    assert "ddp_bucket_cap_mb" not in _parallelism(config)
+    config.hardware.num_nodes, config.hardware.generation = 1, Generation.cpu
+    assert "ddp_bucket_cap_mb" not in _parallelism(config)
 
 
 @pytest.fixture

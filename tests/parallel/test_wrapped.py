@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tunebook.errors import InvalidTrainingError
-from tunebook.parallel.wrapped import expected_parallelism, find_parallelism, require_expected
+from tunebook.config.choices import PeftMethod
+from tunebook.errors import InvalidTrainingError, RequestError
+from tunebook.parallel.wrapped import expected_parallelism, find_parallelism, require_expected, unit_classes
 
 
 class Block(nn.Module):
@@ -50,23 +51,18 @@ def test_fsdp_in_bf16(one_gloo_rank):
         "wrapper": "FSDPSequential",
         "ranks": 1,
         "mesh": [1],
-        "mesh_axes": [],
-        "placements": [found["placements"][0]],
-        "units": 2,
         "unit_classes": ["Block"],
         "whole_parameters": 0,
-        "resharded_after_forward": True,
         "offload_parameters": "none",
         "weights": "fp32",
         "gathered": "bf16",
         "reduced": "fp32",
     }
-    assert found["placements"][0] in ("S(0)", "Shard(dim=0)")
 
 
 def test_fsdp_that_keeps_what_it_gathered(one_gloo_rank):
     found = find_parallelism(sharded(init_device_mesh("cpu", (1,)), reshard_after_forward=False))
-    assert (found["strategy"], found["resharded_after_forward"]) == ("fsdp_grad_op", False)
+    assert found["strategy"] == "fsdp_grad_op"
     assert (found["gathered"], found["reduced"]) == ("fp32", "fp32")
 
 
@@ -74,16 +70,9 @@ def test_hsdp_has_a_mesh_of_two_axes(one_gloo_rank):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     found = find_parallelism(sharded(mesh))
     assert (found["strategy"], found["mesh"], found["ranks"]) == ("hsdp", [1, 1], 1)
-    assert found["mesh_axes"] == ["dp_replicate", "dp_shard"]
 
 
-def test_a_parameter_that_fsdp_left_whole_is_counted(one_gloo_rank):
-    model = blocks()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params={model[0].linear.weight})
-    assert find_parallelism(model)["whole_parameters"] == 1
-
-
-def test_a_frozen_parameter_that_was_left_whole_is_counted_too(one_gloo_rank):
+def test_a_frozen_parameter_that_was_left_whole_is_counted(one_gloo_rank):
     """accelerate leaves 4-bit weights that are stored as bytes out of the sharding, with a warning only."""
     model = blocks()
     frozen = model[0].linear.weight.requires_grad_(False)
@@ -185,7 +174,7 @@ def test_what_was_asked_for_passes(config_on, choice, found):
 
 
 def test_hsdp_is_a_mesh_of_copies_and_shards(config_on):
-    expected = expected_parallelism(config_on("hsdp", 4, "parallelism.shard_group_size=2"))
+    expected = expected_parallelism(config_on("hsdp", 4))
     assert (expected["strategy"], expected["mesh"], expected["ranks"]) == ("hsdp", [2, 2], 4)
 
 
@@ -210,29 +199,54 @@ def test_ddp_on_one_rank_is_the_bare_module(config_on):
     ],
 )
 def test_anything_else_is_refused_by_name_on_the_rank_that_has_it(config_on, choice, found, words):
-    asked = {"fsdp": FSDP, "fsdp_offload": FSDP | {"offload_parameters": "cpu"}, "zero2": ZERO2, "ddp": DDP}[choice]
-    units = asked.get("unit_classes", [])
+    expected = {"fsdp": FSDP, "fsdp_offload": FSDP | {"offload_parameters": "cpu"}, "zero2": ZERO2, "ddp": DDP}[choice]
+    units = expected.get("unit_classes", [])
     with pytest.raises(InvalidTrainingError, match=f"parallelism=.* on rank 2 {words}") as caught:
-        require_expected(config_on(choice, 4), [asked, asked, found, asked], units)
+        require_expected(config_on(choice, 4), [expected, expected, found, expected], units)
     assert (caught.value.exit_code, caught.value.problem_id) == (7, "other-parallelism")
 
 
 def test_bf16_weights_are_expected_where_they_were_asked_for(config_on):
-    expected = expected_parallelism(config_on("fsdp", 4, "precision.master_weights=bf16"))
+    expected = expected_parallelism(config_on("fsdp", 4, master_weights="bf16"))
     assert (expected["weights"], expected["gathered"], expected["reduced"]) == ("bf16", "bf16", "bf16")
-    assert "weights" not in expected_parallelism(config_on("fsdp", 4, "peft=lora"))
+    adapted = config_on("fsdp", 4)
+    adapted.peft.method = PeftMethod.lora
+    assert "weights" not in expected_parallelism(adapted)
 
 
 def test_what_computes_in_fp16_is_gathered_so_and_summed_in_fp32(config_on):
-    expected = expected_parallelism(config_on("fsdp", 4, "precision=fp16"))
+    expected = expected_parallelism(config_on("fsdp", 4, compute="fp16"))
     assert (expected["weights"], expected["gathered"], expected["reduced"]) == ("fp32", "fp16", "fp32")
 
 
 def test_fp8_layers_are_those_that_were_converted_on_every_rank(config_on):
-    fp8, sound = config_on("fsdp", 2, "precision=fp8"), FSDP | {"ranks": 2, "mesh": [2], "fp8_layers": 72}
+    fp8, sound = config_on("fsdp", 2, compute="fp8"), FSDP | {"ranks": 2, "mesh": [2], "fp8_layers": 72}
     units = FSDP["unit_classes"]
     require_expected(fp8, [sound] * 2, units, 72)
     for second in (sound | {"fp8_layers": 71}, {key: sound[key] for key in sound if key != "fp8_layers"}):
         with pytest.raises(InvalidTrainingError, match="on rank 1 fp8_layers 72 was asked for") as caught:
             require_expected(fp8, [sound, second], units, 72)
         assert (caught.value.exit_code, caught.value.problem_id) == (7, "other-parallelism")
+
+
+# Units
+
+
+def test_units_are_the_models_blocks_or_the_named_classes(config_on, qwen2):
+    assert unit_classes(config_on("fsdp"), qwen2) == ["Qwen2DecoderLayer"]
+    named = config_on("fsdp", wrap_classes=["Qwen2MLP"])
+    assert unit_classes(named, qwen2) == ["Qwen2MLP"]
+
+
+def test_a_class_that_the_model_has_not_is_refused(config_on, qwen2):
+    wrong = config_on("fsdp", wrap_classes=["LlamaDecoderLayer"])
+    with pytest.raises(RequestError) as caught:
+        unit_classes(wrong, qwen2)
+    assert caught.value.problem_id == "wrap-class-unknown"
+
+
+def test_a_model_whose_blocks_nobody_knows_must_be_told(config_on, qwen2):
+    qwen2._no_split_modules = None
+    with pytest.raises(RequestError) as caught:
+        unit_classes(config_on("fsdp"), qwen2)
+    assert caught.value.problem_id == "wrap-class-unknown"

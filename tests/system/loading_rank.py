@@ -26,7 +26,7 @@ from tunebook.errors import TunebookError
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
 from tunebook.parallel.fsdp import is_fsdp
-from tunebook.parallel.units import unit_classes
+from tunebook.parallel.wrapped import unit_classes
 from tunebook.train.rank_process import RankEnd
 from tunebook.train.spread import join_ranks
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 from tunebook.train.isolation import measure_isolation
-from tunebook.train.leak_probe import TrainingForward, _in_evaluation_mode
+from tunebook.train.leak_probe import TrainingForward
 
 torch.distributed.init_process_group("gloo")
 for is_tied in (True, False):
@@ -42,7 +42,7 @@ for is_tied in (True, False):
         compute_loss_context_manager=lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
     )
     forward = TrainingForward(trainer)
-    with torch.no_grad(), _in_evaluation_mode(model):
+    with torch.no_grad():
         found = measure_isolation(forward, 200)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

@@ -39,9 +39,11 @@ from tunebook.config.schema import (
     TrainingConfig,
 )
 from tunebook.data.prepare import prepare
+from tunebook.record.manifest import start_manifest
 from tunebook.record.metrics import read_metrics
-from tunebook.train.callbacks import Records
+from tunebook.record.start_up import StartClock, note_launch
 from tunebook.train.rank_process import StopRequest
+from tunebook.train.records import Records
 from tunebook.train.run import run_rank
 
 SIZES = {
@@ -100,8 +102,7 @@ def documents(tmp_path_factory, project_root):
     return file
 
 
-@pytest.fixture
-def config(tiny_model, documents):
+def base_config(tiny_model, documents):
     """Eight documents a step, three steps an epoch, two epochs."""
     return plain_config(
         recipe="tiny",
@@ -114,30 +115,72 @@ def config(tiny_model, documents):
         activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name=ScheduleName.constant),
-        training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),
+        training=TrainingConfig(
+            global_samples=8, max_length=256, num_epochs=2, seed=1, save_every_steps=2, keep_checkpoints=9
+        ),
     )
 
 
 @pytest.fixture
-def run(tmp_path, tmp_path_factory, monkeypatch):
-    """Train a configuration in this process; returns the run folder, exit code and metrics.
+def config(tiny_model, documents):
+    """The small run that most tests change a part of."""
+    return base_config(tiny_model, documents)
+
+
+@pytest.fixture(scope="session")
+def train_in(tmp_path_factory):
+    """Train a configuration in this process and in a folder; returns the folder, the exit code and the metrics.
 
     What accelerate writes into the environment of a run, such as that it is one of FSDP, is gone after it.
     """
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))  # prepared once for all tests
+    cache = {"TUNEBOOK_CACHE": str(tmp_path_factory.mktemp("cache"))}  # prepared once for all tests
 
-    def train(config, name="run"):
-        folder = tmp_path / name
+    def train(folder, config):
+        torch.set_num_threads(1)  # sums have one order
         folder.mkdir(exist_ok=True)
-        (folder / "run.yaml").write_text(config_to_yaml(config))
-        (folder / "prepared.json").write_text(json.dumps({"folder": str(prepare(config).folder)}))
         request = StopRequest()
-        with request.listening(), mock.patch.dict(os.environ):
+        with mock.patch.dict(os.environ, cache), request.listening():
+            (folder / "run.yaml").write_text(config_to_yaml(config))
+            (folder / "prepared.json").write_text(json.dumps({"folder": str(prepare(config).folder)}))
             code = run_rank(folder, request)
         lines = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
         return folder, code, lines
 
     return train
+
+
+@pytest.fixture
+def run(tmp_path, train_in):
+    """Train a configuration in a folder of this test."""
+    return lambda config, name="run": train_in(tmp_path / name, config)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, train_in, tiny_model, documents):
+    """The run of `config`, over what an earlier attempt has left: its folder and its metrics."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "old.safetensors").write_bytes(b"of an earlier attempt")
+    (folder / ".model.replaced-1").mkdir()
+    config = base_config(tiny_model, documents)
+    start_manifest(folder, config, world_size=1, command=["tunebook", "train"])
+    note_launch(folder, StartClock())
+    folder, code, lines = train_in(folder, config)
+    assert code == 0, outcome(folder)["reason"]
+    return folder, lines
+
+
+@pytest.fixture
+def resumable(tmp_path, whole):
+    """Make a run folder that has a checkpoint of `whole`, and the metrics up to it."""
+
+    def make(step, name="run"):
+        folder, checkpoint = tmp_path / name, f"checkpoints/checkpoint-{step}"
+        shutil.copytree(whole[0] / checkpoint, folder / checkpoint)
+        shutil.copy(whole[0] / "metrics.jsonl", folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

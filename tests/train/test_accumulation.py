@@ -3,7 +3,6 @@ loss."""
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import SFTConfig
 
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
@@ -33,10 +30,6 @@ GEMMA_4 = {
     "audio_config": None,
 }
 MODELS: dict[str, dict[str, Any]] = {"llama": SIZES, "gemma4": GEMMA_4, "gemma4_unified": GEMMA_4}
-# Whose loss does not take the number of tokens, of those that AutoModelForCausalLM makes (transformers 5.23).
-WITHOUT_TOKEN_COUNT = {
-    "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-}  # fmt: skip
 
 
 class Gradient(TrainerCallback):
@@ -90,27 +83,14 @@ def one_step(folder: Path, project_root: Path, kind: str, num_passes: int) -> tu
     return found, trainer
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["llama", "gemma4", pytest.param("gemma4_unified", marks=pytest.mark.nightly)])
 def test_step_does_not_depend_on_the_number_of_passes(
     tmp_path: Path, project_root: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, trainer = one_step(tmp_path, project_root, kind, 1)
     assert getattr(trainer.model, "accepts_loss_kwargs", None) is (None if kind == "llama" else False)
-    for num_passes in (2, 4, 8):
-        cut, _ = one_step(tmp_path, project_root, kind, num_passes)
-        # fp32 sums in another order: eps is 1.2e-7, the logged loss is rounded to four digits.
-        assert cut.loss == pytest.approx(whole.loss, abs=2e-4)
-        assert (cut.gradient - whole.gradient).norm() < 1e-5 * whole.gradient.norm()
+    cut, _ = one_step(tmp_path, project_root, kind, 8)
+    # fp32 sums in another order: eps is 1.2e-7, the logged loss is rounded to four digits.
+    assert cut.loss == pytest.approx(whole.loss, abs=2e-4)
+    assert (cut.gradient - whole.gradient).norm() < 1e-5 * whole.gradient.norm()
     capsys.readouterr()
-
-
-def test_which_causal_models_say_that_their_loss_takes_no_token_count() -> None:
-    """Read from their source, since importing all takes minutes. A new architecture does no harm."""
-    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    found = set()
-    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
-        text = file.read_text(encoding="utf-8")
-        if "accepts_loss_kwargs = False" in text:
-            classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name in names)
-            found |= {one.name for one in classes if "accepts_loss_kwargs = False" in ast.unparse(one)}
-    assert found == WITHOUT_TOKEN_COUNT

@@ -5,23 +5,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunebook.config.choices import ScheduleName
-from tunebook.config.schema import ScheduleConfig
+from tunebook.config.choices import (
+    Compute,
+    Generation,
+    MasterWeights,
+    MixedPrecision,
+    PackingMode,
+    ScheduleName,
+    Strategy,
+    TrackerName,
+)
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, ScheduleConfig, ZeroConfig
 from tunebook.data.batch import solve_batch
 from tunebook.train.arguments import learning_rate_schedule, trainer_arguments
 
 from ..conftest import config_of
 
 
-def arguments_of(recipe, *overrides, has_validation=False):
-    config = config_of(recipe, *overrides)
-    lengths = None if config.dataset.num_documents else np.full(15_000, 33)
-    plan = solve_batch(config, lengths)
+def arguments_of(config, has_validation=False):
+    plan = solve_batch(config, np.full(15_000, 33))
     return trainer_arguments(config, plan, Path("/runs/r/1"), has_validation=has_validation)
 
 
 def test_the_published_script_of_the_3b_model():
-    arguments = arguments_of("qwen3b_zero2_exact")
+    arguments = arguments_of(config_of("qwen3b_zero2_exact"))
     expected = {
         "learning_rate": 1e-5,
         "lr_scheduler_type": "cosine_with_min_lr",
@@ -38,38 +45,23 @@ def test_the_published_script_of_the_3b_model():
         "bf16": False,
         "fp16": False,
         "padding_free": False,
-        "max_steps": 3750,
     }
     assert {key: arguments[key] for key in expected} == expected
     zero = arguments["deepspeed"]["zero_optimization"]
-    assert zero == {
-        "stage": 2,
-        "reduce_bucket_size": "auto",
-        "round_robin_gradients": True,
-    }
+    assert zero == {"stage": 2, "reduce_bucket_size": "auto", "round_robin_gradients": True}
 
 
-def test_gradients_are_clipped_only_if_a_norm_is_set():
-    assert arguments_of("qwen3b_zero2_exact", "training.max_grad_norm=0.3")["max_grad_norm"] == 0.3
-    arguments = arguments_of("qwen3b_zero2_exact", "training.max_grad_norm=null")
+def test_saving_validation_and_trackers(config, changed):
+    arguments = arguments_of(config)
+    assert (arguments["report_to"], arguments["max_grad_norm"], arguments["save_steps"]) == ([], 1.0, 2)
+    assert (arguments["save_strategy"], arguments["eval_strategy"]) == ("steps", "no")
+    training = {"max_grad_norm": None, "save_every_steps": None, "evaluate_every_steps": 7, "load_best_at_end": True}
+    other = changed(config, training=training, tracking={"name": TrackerName.tensorboard, "project": "mine"})
+    arguments = arguments_of(other, has_validation=True)
+    assert (arguments["report_to"], arguments["project"], arguments["run_name"]) == (["tensorboard"], "mine", "r/1")
     assert arguments["max_grad_norm"] == 0, "with which the Trainer measures the norm and clips nothing"
-    assert arguments["deepspeed"]["gradient_clipping"] == "auto", "that is the Trainer's"
-
-
-def test_fsdp_of_the_70b_model():
-    arguments = arguments_of("llama2_70b_fsdp", has_validation=True)
-    assert arguments["fsdp"] is True
-    assert arguments["fsdp_config"] == {
-        "version": 2,
-        "reshard_after_forward": True,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "cpu_ram_efficient_loading": True,
-        "cpu_offload": False,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    }
-    assert arguments["accelerator_config"] == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    assert (arguments["bf16"], arguments["ddp_timeout"], arguments["max_steps"]) == (True, 5400, 500)
-    assert (arguments["eval_strategy"], arguments["eval_steps"], arguments["save_steps"]) == ("steps", 100, 250)
+    assert (arguments["save_strategy"], arguments["eval_strategy"], arguments["eval_steps"]) == ("no", "steps", 7)
+    assert arguments["metric_for_best_model"] == "validation_loss" and arguments["greater_is_better"] is False
 
 
 @pytest.mark.parametrize(
@@ -92,36 +84,29 @@ def test_schedules(schedule, expected):
     assert arguments == {"lr_scheduler_type": schedule.name.value} | expected
 
 
-def test_trackers_are_off_unless_asked_for():
-    assert arguments_of("quickstart")["report_to"] == []
-    asked = arguments_of("quickstart", "tracking=tensorboard", "tracking.project=mine")
-    assert (asked["report_to"], asked["project"], asked["run_name"]) == (["tensorboard"], "mine", "r/1")
+@pytest.mark.parametrize(
+    ("parallelism", "master_weights", "is_set"),
+    [
+        (ParallelismConfig(strategy=Strategy.ddp), "fp32", True),
+        (ZeroConfig(strategy=Strategy.zero2), "fp32", False),  # DeepSpeed runs autocast itself
+        (ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast), "fp32", True),
+        (FsdpConfig(strategy=Strategy.fsdp), "fp32", True),
+        (FsdpConfig(strategy=Strategy.fsdp), "bf16", False),  # accelerate would make them fp32
+    ],
+)
+def test_accelerate_gets_bf16_only_if_it_handles_it_correctly(config, changed, parallelism, master_weights, is_set):
+    precision = {"compute": Compute.bf16, "master_weights": MasterWeights[master_weights]}
+    config = changed(config, precision=precision, hardware={"generation": Generation.hopper})
+    config.parallelism = parallelism
+    assert arguments_of(config)["bf16"] is is_set
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_told"),
-    [
-        (["parallelism=ddp"], True),
-        (["parallelism=zero2"], False),  # DeepSpeed runs autocast itself
-        (["parallelism=zero2", "parallelism.mixed_precision=cast"], True),
-        (["parallelism=fsdp"], True),
-        (["parallelism=fsdp", "precision.master_weights=bf16"], False),  # accelerate would make them fp32
-    ],
+    ("mode", "compute", "multiple"),
+    [("padded", "fp8", 16), ("isolated", "fp8", None), ("padded", "bf16", None)],  # packed rows are filled by the rows
 )
-def test_accelerate_gets_bf16_only_if_it_handles_it_correctly(overrides, is_told):
-    shared = ("precision=bf16", "hardware=hopper", "packing=padded")
-    assert arguments_of("qwen3b_zero2", *shared, *overrides)["bf16"] is is_told
-
-
-@pytest.mark.parametrize(
-    ("words", "multiple"),
-    [
-        (["packing=padded", "precision=fp8"], 16),  # the collator's business where rows are padded
-        (["precision=fp8"], None),  # and that of the rows where documents share them
-        (["packing=padded", "precision=bf16"], None),
-    ],
-)
-def test_rows_in_fp8_are_multiples_of_16_tokens(words, multiple):
-    arguments = arguments_of("quickstart", "hardware=hopper", *words)
+def test_padded_rows_in_fp8_are_multiples_of_16_tokens(config, changed, mode, compute, multiple):
+    config = changed(config, precision={"compute": Compute[compute]}, packing={"mode": PackingMode[mode]})
+    arguments = arguments_of(changed(config, training={"micro_batch_size": 1}))
     assert arguments["pad_to_multiple_of"] == multiple
     assert arguments["bf16"] is True  # what is not in fp8

@@ -50,25 +50,18 @@ def test_a_run_inside_another_launcher_or_with_its_variables_is_refused(found, s
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("arguments", "environment"),
     [
-        KEPT,
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # salloc, or sbatch's own script
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "PMI_RANK": "0"},  # srun --pty bash
+        (TRAIN, KEPT),
+        (TRAIN, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}),  # salloc, or sbatch's own script
+        (TRAIN, {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}),  # srun --pty bash
+        ([*TRAIN, "hardware.num_nodes=2", "launcher.node_rank=1"], BY_OPEN_MPI),  # nodes that know their number
+        ([*TRAIN, "hardware.num_nodes=2", "launcher.node_rank=1"], BY_SRUN),
+        ([], BY_TORCHRUN),
+        (["--help"], BY_TORCHRUN),
+        (["plan", "quickstart", "--json"], BY_TORCHRUN),  # only reads
     ],
     ids=str,
 )
-def test_one_copy_of_the_command_runs(environment):
-    refuse_inside_launcher(TRAIN, environment)
-
-
-@pytest.mark.parametrize("found", [BY_OPEN_MPI, BY_SRUN], ids=["mpirun", "srun"])
-def test_nodes_that_know_their_number_may_be_started_by_others(found):
-    refuse_inside_launcher([*TRAIN, "hardware.num_nodes=2", "launcher.node_rank=1"], found)
-    with pytest.raises(RequestError):
-        refuse_inside_launcher([*TRAIN, "launcher.node_rank=1"], BY_TORCHRUN)
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["list"], ["explain", "all"], ["plan", "quickstart", "--json"]])
-def test_what_only_reads_runs_anywhere(words):
-    refuse_inside_launcher(words, BY_TORCHRUN)
+def test_one_copy_of_the_command_runs(arguments, environment):
+    refuse_inside_launcher(arguments, environment)

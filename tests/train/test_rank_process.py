@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import subprocess
 import sys
 
 import pytest
 
-from tunebook.train.rank_process import AGREED_ENDINGS, importing_libraries
+from tunebook.train.rank_process import AGREED_ENDINGS
 
 # Ends as it is told to, with a thread and a clean-up in the way that would take a minute.
 ENDING = """
@@ -64,39 +62,10 @@ end.leave(0)
 """
 
 
+@pytest.mark.nightly
 def test_a_collective_whose_thread_is_not_done_aborts_no_rank(tmp_path):
     ranks = [
         subprocess.Popen([sys.executable, "-W", "ignore", "-c", GATHERING, str(rank), str(tmp_path / "store")])
         for rank in range(2)
     ]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
-
-
-@pytest.fixture(autouse=True)
-def collects_again():
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("is_collecting", [True, False])
-def test_collecting_stops_and_goes_on(is_collecting: bool) -> None:
-    (gc.enable if is_collecting else gc.disable)()
-    before = gc.get_freeze_count()
-    with importing_libraries():
-        assert not gc.isenabled()
-        made = [[] for _ in range(1000)]
-    assert gc.isenabled() is is_collecting
-    assert gc.get_freeze_count() >= before + len(made)
-
-
-def test_warnings_for_the_developers_of_a_library_are_hidden_and_errors_are_not() -> None:
-    with importing_libraries():
-        logger = logging.getLogger("torch.utils._pytree")
-    assert not logger.isEnabledFor(logging.WARNING)
-    assert logger.isEnabledFor(logging.ERROR)
-
-
-def test_failed_import_keeps_the_setting() -> None:
-    with pytest.raises(ImportError), importing_libraries():
-        raise ImportError
-    assert gc.isenabled()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,98 +13,24 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Qwen3MoeConfig
+from transformers import Qwen3MoeConfig, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway, ScheduleName
+from tunebook.config.choices import PackingMode, ResumeAnyway, ScheduleName
+from tunebook.config.schema import TrainingConfig
 from tunebook.errors import DataError
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.train.callbacks import Records
+from tunebook.train.callbacks import EarlyStopping
 from tunebook.train.methods.sft import RecipeTrainer
-from tunebook.train.restoring import apply_hyperparameters, hyperparameters, load_stored_weights
+from tunebook.train.records import Records
+from tunebook.train.restoring import RestoredState, apply_hyperparameters, hyperparameters, load_stored_weights
 
 from .conftest import losses, outcome, same_weights, steps, weights
-
-CONFIG = [ResumeAnyway.config]
-NIGHTLY = pytest.mark.nightly
-RANKED = {"global_samples": 4, "evaluate_every_steps": 1, "save_every_steps": 2, "keep_checkpoints": 1, "max_steps": 6}
-
-
-def rates(lines):
-    return [line["learning_rate"] for line in lines if "loss" in line]
-
-
-@pytest.fixture
-def validating(monkeypatch):
-    """Set the validation loss of each step."""
-
-    def use(*losses):
-        def evaluate(trainer, *args, **kwargs):
-            metrics = {"eval_validation_loss": losses[trainer.state.global_step - 1], "eval_validation_tokens": 7}
-            trainer.log(dict(metrics))
-            trainer.control = trainer.callback_handler.on_evaluate(
-                trainer.args, trainer.state, trainer.control, metrics
-            )
-            return metrics
-
-        monkeypatch.setattr(RecipeTrainer, "evaluate", evaluate)
-
-    return use
-
-
-@pytest.fixture
-def ranked(config, changed):
-    """Saves every second step of six, validates each, and loads the best."""
-
-    def build(**training):
-        training = RANKED | {"load_best_at_end": True} | training
-        return changed(config, dataset={"validation_share": 0.3}, training=training)
-
-    return build
-
 
 # Hyperparameters
 
 
-@pytest.mark.parametrize(
-    ("factor", "expected"),
-    [(lambda step: 1.0, 0.3), (lambda step: 0.5**step, 0.3 * 0.5**3), (lambda step: max(0.0, 1 - step / 6), 0.15)],
-    ids=["constant", "halved", "linear"],
-)
-def test_a_loaded_optimizer_gets_the_written_hyperparameters_and_keeps_its_moments(factor, expected):
-    def make(rate, decay, betas, schedule):
-        weight = torch.nn.Parameter(torch.ones(3))
-        groups = [{"params": [weight], "weight_decay": decay}]
-        optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas)
-        return weight, optimizer, LambdaLR(optimizer, schedule)
-
-    weight, earlier, schedule = make(0.1, 0.5, (0.9, 0.999), lambda step: max(0.0, 1 - step / 3))
-    for _ in range(3):
-        weight.grad = torch.full((3,), 2.0)
-        earlier.step()
-        schedule.step()
-    assert earlier.param_groups[0]["lr"] == 0.0  # the end of the earlier schedule
-    _, optimizer, scheduler = make(0.3, 0.01, (0.8, 0.95), factor)
-    written = hyperparameters(optimizer)
-    optimizer.load_state_dict(earlier.state_dict())
-    scheduler.load_state_dict(schedule.state_dict())
-    apply_hyperparameters(written, optimizer, scheduler)
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["initial_lr"], group["weight_decay"], group["betas"]) == (
-        expected,
-        0.3,
-        0.01,
-        (0.8, 0.95),
-    )
-    assert scheduler.get_last_lr() == [expected]
-    state = optimizer.state[group["params"][0]]
-    assert (float(state["step"]), state["exp_avg"][0].item()) == (3, pytest.approx(2 * (1 - 0.9**3)))
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.3 * factor(4)]
-
-
-def test_an_optimizer_of_fsdp_gets_them_too(one_gloo_rank):
-    """As accelerate loads it: the optimizer state of DCP contains hyperparameters."""
+def test_a_loaded_optimizer_gets_the_written_hyperparameters_and_keeps_its_moments(one_gloo_rank):
+    """As accelerate loads it for FSDP: the optimizer state of DCP contains hyperparameters."""
 
     def make(rate, decay, betas, last):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -128,250 +56,189 @@ def test_an_optimizer_of_fsdp_gets_them_too(one_gloo_rank):
     found = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert found == [(0.15, 0.01, (0.8, 0.95)), (0.15, 0.0, (0.8, 0.95))]
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+    assert scheduler.get_last_lr() == [0.15, 0.15]
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.1, 0.1])
 
 
-SCHEDULES = {
-    "cosine": {"name": ScheduleName.cosine, "warmup_steps": 2},
-    "linear": {"name": ScheduleName.linear},
-    "constant": {"name": ScheduleName.constant},
-    "warmup": {"name": ScheduleName.constant_with_warmup, "warmup_steps": 5},
-    "floor": {"name": ScheduleName.cosine_with_min_lr, "min_learning_rate": 1e-4},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [
-        ("cosine", 1e-2),
-        ("constant", 3e-3),
-        ("warmup", 3e-3),
-        *(pytest.param(name, 3e-3, marks=NIGHTLY) for name in ("cosine", "linear", "floor")),
-    ],
-)
-def test_the_rates_after_a_resume_are_those_of_the_written_schedule(config, run, changed, name, rate):
-    """Twice as long as before, so the earlier schedule had ended."""
-    schedule = SCHEDULES[name]
-    short = changed(config, schedule=schedule, training={"save_every_steps": 3, "max_steps": 3})
-    earlier, code, _ = run(short, "earlier")
-    assert code == 0
-    longer = changed(short, optimizer={"learning_rate": rate}, training={"max_steps": 6})
-    _, code, whole = run(longer, "whole")
-    assert code == 0
-    resumed = changed(longer, training={"resume": str(earlier), "resume_anyway": CONFIG})
-    folder, code, lines = run(resumed, "later")
-    assert code == 0, outcome(folder)["reason"]
-    assert rates(lines) == rates(whole)[3:]  # every digit
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft over transformers
-@pytest.mark.parametrize("peft", [{}, {"peft": {"method": PeftMethod.lora, "rank": 4}}], ids=["full", "lora"])
-def test_every_changed_hyperparameter_applies_and_is_reported(config, run, changed, monkeypatch, capfd, peft):
-    config = changed(config, **peft, training={"save_every_steps": 3, "max_steps": 3})
-    earlier, code, _ = run(config, "earlier")
-    assert code == 0
+def test_a_resumed_run_follows_run_yaml_and_not_its_checkpoint(whole, config, run, changed, monkeypatch, capfd):
+    """Other hyperparameters, schedule, batch and intervals, in a new folder. Earlier documents stay counted."""
     groups = []
     monkeypatch.setattr(
-        Records, "on_train_end", lambda self, *_, optimizer, **kwargs: groups.extend(optimizer.param_groups)
+        Records,
+        "on_train_end",
+        lambda self, *_, optimizer, **kwargs: groups.extend(optimizer.param_groups),
+        raising=False,
     )
-    other = {"learning_rate": 1e-5, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.9, "epsilon": 1e-6}
     resumed = changed(
-        config, optimizer=other, training={"max_steps": 5, "resume": str(earlier), "resume_anyway": CONFIG}
-    )
-    _, code, lines = run(resumed, "later")
-    assert code == 0
-    assert rates(lines) == [1e-5, 1e-5]
-    found = [(group["lr"], group["weight_decay"], group["betas"], group["eps"]) for group in groups if group["params"]]
-    assert found[0] == (1e-5, 0.2, (0.7, 0.9), 1e-6)
-    assert {decay for _, decay, _, _ in found[1:]} <= {0.0}  # norms and biases
-    said = " ".join(capfd.readouterr().out.split())
-    assert "changed from step 4 on (training.resume_anyway): optimizer.beta1 was 0.9 and is 0.7" in said
-    assert "Kept from the checkpoint: the weights, the optimizer's moments and step count" in said
-
-
-def test_intervals_are_those_of_run_yaml_and_not_of_the_checkpoint(config, run, changed, stopped):
-    first = changed(config, training={"save_every_steps": 5, "log_every_steps": 3, "num_epochs": 4})
-    earlier = stopped(changed(first, training={"log_every_steps": 1}), 2, "earlier")
-    assert steps(earlier) == [2]
-    later = {"save_every_steps": 3, "log_every_steps": 4, "keep_checkpoints": 9, "resume": str(earlier)}
-    folder, code, lines = run(changed(first, training=later), "later")
-    assert code == 0
-    assert steps(folder) == [3, 6, 9, 12]
-    assert [line["step"] for line in lines] == [4, 8, 12]
-
-
-def test_tokens_before_another_batch_size_stay_counted(config, run, changed, stopped):
-    _, _, each = run(config, "whole")
-    earlier = stopped(config, 2, "earlier")
-    smaller = changed(
-        config, training={"global_samples": 4, "max_steps": 4, "resume": str(earlier), "resume_anyway": CONFIG}
-    )
-    _, code, lines = run(smaller, "later")
-    assert code == 0
-    assert [line["documents_seen"] for line in lines] == [8 + 8 + 4, 8 + 8 + 4 + 4]
-    assert lines[0]["tokens_seen"] > each[1]["tokens_seen"]
-
-
-# The best checkpoint
-
-
-def test_better_step_without_a_checkpoint_keeps_the_best_checkpoint(run, ranked, validating, capsys):
-    validating(3.0, 2.0, 1.9, 2.5, 1.0, 2.2)
-    folder, code, _ = run(ranked())
+        config,
+        optimizer={"learning_rate": 1e-5, "weight_decay": 0.2, "beta1": 0.7, "beta2": 0.9, "epsilon": 1e-6},
+        schedule={"name": ScheduleName.cosine},
+        training={
+            "resume": str(whole[0]), "resume_anyway": [ResumeAnyway.config], "global_samples": 4, "max_steps": 12,
+            "save_every_steps": 5, "log_every_steps": 2,
+        },
+    )  # fmt: skip
+    folder, code, lines = run(resumed, "later")
     assert code == 0, outcome(folder)["reason"]
-    assert steps(folder) == [2, 6]
-    assert outcome(folder)["best_step"] == 2
-    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-2")
-    assert (
-        "model/ is checkpoint-2 (2.0000), the best by validation loss; step 5 had 1.0000 and has no checkpoint "
-        "(training.save_every_steps=2)"
-    ) in " ".join(capsys.readouterr().out.split())
+    assert [line["step"] for line in lines] == [8, 10, 12]
+    assert steps(folder) == [10, 12]
+    expected = [1e-5 * (1 + math.cos(math.pi * (step - 1) / 12)) / 2 for step in (8, 10, 12)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(expected, rel=1e-12)
+    assert [line["documents_seen"] for line in lines] == [6 * 8 + 2 * 4, 6 * 8 + 4 * 4, 6 * 8 + 6 * 4]
+    values = [(group["weight_decay"], group["betas"], group["eps"]) for group in groups if group["params"]]
+    assert values[0] == (0.2, (0.7, 0.9), 1e-6)
+    assert {decay for decay, _, _ in values[1:]} <= {0.0}  # norms and biases
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "changed from step 7 on (training.resume_anyway): " in printed
+    assert "optimizer.beta1 was 0.9 and is 0.7" in printed
 
 
-def test_of_equal_losses_the_first_is_the_best(run, ranked, validating):
-    validating(1.0, 2.0, 1.0, 2.0, 1.0, 2.0)
-    folder, code, _ = run(ranked())
-    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 2, [2, 6])
+# The best checkpoint and early stopping
 
 
-def test_a_validation_loss_that_is_not_finite_ends_the_run(run, ranked, validating):
-    validating(3.0, 2.0, 2.5, float("nan"), 1.0, 1.0)
-    folder, code, lines = run(ranked())
-    assert code == 7
-    assert "the validation loss is not finite at step 4" in outcome(folder)["reason"]
-    assert outcome(folder)["reason"].endswith("checkpoint-2")
-    assert steps(folder) == [2]
-    assert lines[-1]["not_finite"] == ["validation_loss"]
-    assert not (folder / "model").exists()
+def state_after(*validation, best=None):
+    """The trainer's state after a step for each of these validation losses."""
+    log = [{"step": step, "eval_validation_loss": loss} for step, loss in enumerate(validation, 1)]
+    return TrainerState(
+        global_step=len(validation), max_steps=9, log_history=log, best_global_step=best,
+        best_metric=None if best is None else validation[best - 1],
+        best_model_checkpoint=None if best is None else f"/elsewhere/checkpoints/checkpoint-{best}",
+    )  # fmt: skip
 
 
-EARLY, LATE = (3.0, 2.0, 4.0, 2.5, 4.0, 2.2), (3.0, 2.0, 4.0, 1.5, 1.7, 1.2)
+@pytest.fixture
+def restored(tmp_path, make_checkpoint):
+    """Restore a state from `earlier`, which has complete checkpoints of these steps, in a run that loads the best."""
+
+    def restore(state, saved, *, has_same_data=True, **training):
+        for step in saved:
+            make_checkpoint(tmp_path / "earlier", step)
+        training = TrainingConfig(load_best_at_end=True, **training)
+        trainer = SimpleNamespace(saver=SimpleNamespace(folder=tmp_path / "later" / "checkpoints"))
+        resumed = tmp_path / "earlier" / "checkpoints" / f"checkpoint-{saved[-1]}"
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="validation_loss", report_to=[]
+        )
+        callback = RestoredState(training, trainer, resumed, has_same_data=has_same_data)
+        callback.on_train_begin(arguments, state, TrainerControl())
+        return state
+
+    return restore
 
 
-@pytest.mark.parametrize(
-    ("stop", "losses"),
-    [(3, EARLY), (6, LATE), *(pytest.param(*case, marks=NIGHTLY) for case in ((1, EARLY), (6, EARLY), (3, LATE)))],
-)
-def test_best_step_equals_that_of_an_uninterrupted_run(run, ranked, validating, stopped, stop, losses):
-    validating(*losses)
-    whole, code, _ = run(ranked(), "whole")
-    assert code == 0
-    folder = stopped(ranked(), stop)
-    assert not (folder / "model").exists()
-    folder, code, _ = run(ranked())
-    assert code == 0, outcome(folder)["reason"]
-    assert outcome(folder)["best_step"] == outcome(whole)["best_step"]
-    assert same_weights(folder / "model", whole / "model")
+def test_best_checkpoint_is_found_in_the_folder_of_the_earlier_run(restored, tmp_path):
+    state = restored(state_after(3.0, 1.0, 4.0, 2.5, best=2), [2, 4])
+    assert state.best_model_checkpoint == str(tmp_path / "earlier" / "checkpoints" / "checkpoint-2")
+    assert (state.best_global_step, state.best_metric) == (2, 1.0)
 
 
-def test_step_saved_by_a_stop_is_ranked(run, ranked, validating, stopped):
-    validating(3.0, 2.0, 1.0, 2.0, 2.0, 2.0)
-    stopped(ranked(), 3)
-    folder, code, _ = run(ranked())
-    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 3, [3, 6])
-    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-3")
+def test_missing_best_checkpoint_is_an_error_unless_allowed(restored):
+    with pytest.raises(DataError) as caught:
+        restored(state_after(3.0, 1.0, 4.0, 2.5, best=2), [4])
+    assert caught.value.problem_id == "best-checkpoint-missing"
+    assert "'training.resume_anyway=[best]'" in caught.value.message
+    state = restored(state_after(3.0, 1.0, 4.0, 2.5, best=2), [4], resume_anyway=[ResumeAnyway.best])
+    assert (state.best_global_step, state.best_metric) == (4, 2.5)
 
 
-def test_missing_best_checkpoint_is_an_error_unless_allowed(run, ranked, validating, stopped, capfd):
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
-    folder = stopped(ranked(), 4)
-    assert steps(folder) == [2, 4]
-    shutil.rmtree(folder / "checkpoints" / "checkpoint-2")
-    for _ in range(2):
-        folder, code, _ = run(ranked())
-        assert code == 4
-        assert "no complete checkpoint-2 in" in outcome(folder)["reason"]
-        assert "'training.resume_anyway=[best]'" in outcome(folder)["reason"]
-        assert not (folder / "model").exists()
-    folder, code, _ = run(ranked(resume_anyway=[ResumeAnyway.best]))
-    assert (code, outcome(folder)["best_step"]) == (0, 4)
-    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-4")
-    assert "among those that exist: checkpoint-4 (2.5000)" in " ".join(capfd.readouterr().out.split())
+def test_load_best_at_end_can_be_set_when_resuming(restored):
+    state = restored(state_after(3.0, 1.0, 4.0, 1.0), [2, 3, 4])
+    assert (state.best_global_step, state.best_metric) == (2, 1.0)  # the first of equal ones
 
 
-def test_best_checkpoint_is_loaded_from_a_moved_folder(run, ranked, validating, stopped, tmp_path):
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
-    earlier = stopped(ranked(), 4, "earlier").rename(tmp_path / "moved")
-    folder, code, _ = run(ranked(resume=str(earlier)), "later")
-    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 2, [6])
-    assert same_weights(folder / "model", earlier / "checkpoints" / "checkpoint-2")
+def test_losses_on_other_data_are_not_compared(restored):
+    state = restored(state_after(3.0, 1.0, 4.0, 2.5, best=2), [2, 4], has_same_data=False)
+    assert (state.best_global_step, state.best_metric, state.best_model_checkpoint) == (None, None, None)
+    assert not EarlyStopping(1).is_over(state)
 
 
-def test_other_data_are_refused_or_their_losses_not_compared(
-    run, ranked, changed, validating, stopped, documents, tmp_path, capfd
-):
-    file = tmp_path / "data.jsonl"
-    shutil.copy(documents, file)
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
-    both = {"early_stopping_patience": 3}
-    stopped(changed(ranked(**both), dataset={"path": str(file)}), 4)
-    file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    folder, code, lines = run(changed(ranked(**both), dataset={"path": str(file)}))
-    assert (code, len(losses(lines))) == (2, 4)
-    assert "its data have the hash" in outcome(folder)["reason"]
-    assert "'training.resume_anyway=[data]'" in outcome(folder)["reason"]
-    folder, code, _ = run(changed(ranked(**both, resume_anyway=[ResumeAnyway.data]), dataset={"path": str(file)}))
-    assert (code, outcome(folder)["best_step"], outcome(folder)["step"]) == (0, 6, 6)
-    assert "validation losses up to step 4 (4) were measured on other data" in " ".join(capfd.readouterr().out.split())
+@pytest.mark.parametrize(("patience", "is_over"), [(1, True), (2, True), (3, False)])
+def test_patience_counts_validations_since_the_best(patience, is_over):
+    """Also those before a resume, with the patience of run.yaml."""
+    control = TrainerControl()
+    EarlyStopping(patience).on_train_begin(SimpleNamespace(), state_after(3.0, 1.0, 4.0, 1.0), control)
+    assert control.should_training_stop is is_over
 
 
-def test_load_best_at_end_can_be_set_when_resuming(run, ranked, validating, stopped):
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
-    stopped(ranked(load_best_at_end=False, keep_checkpoints=9), 4, "earlier")
-    later = ranked(
-        resume=str(run(ranked(load_best_at_end=False, keep_checkpoints=9), "earlier")[0]), resume_anyway=CONFIG
-    )
-    folder, code, _ = run(later, "later")
-    assert (code, outcome(folder)["best_step"]) == (0, 2)
+@pytest.fixture
+def validating(monkeypatch):
+    """Set the validation loss of each step."""
+
+    def use(*losses):
+        def evaluate(trainer, *args, **kwargs):
+            metrics = {"eval_validation_loss": losses[trainer.state.global_step - 1], "eval_validation_tokens": 7}
+            trainer.log(dict(metrics))
+            trainer.control = trainer.callback_handler.on_evaluate(
+                trainer.args, trainer.state, trainer.control, metrics
+            )
+            return metrics
+
+        monkeypatch.setattr(RecipeTrainer, "evaluate", evaluate)
+
+    return use
 
 
-def test_without_any_ranked_step_there_is_no_model(run, ranked, validating, monkeypatch):
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
-    monkeypatch.setattr(RecipeTrainer, "_determine_best_metric", lambda *args, **kwargs: False)
-    folder, code, _ = run(ranked())
-    assert code == 4
-    assert f"tunebook export {folder}" in outcome(folder)["reason"]
-    assert not (folder / "model").exists()
+RANKED = {"global_samples": 4, "evaluate_every_steps": 1, "keep_checkpoints": 1, "load_best_at_end": True}
 
 
-# Early stopping
-
-
-@pytest.mark.parametrize(
-    ("stop", "loads_best"),
-    [(4, True), (5, True), (3, False), *(pytest.param(*case, marks=NIGHTLY) for case in ((2, True), (5, False)))],
-)
-def test_patience_is_kept_over_a_stop(run, ranked, validating, stopped, stop, loads_best):
-    """Also if the request to stop comes in the last step."""
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5, 3.0, 3.0)
-    patient = ranked(early_stopping_patience=3, max_steps=8, load_best_at_end=loads_best)
-    whole, code, _ = run(patient, "whole")
-    assert (code, outcome(whole)["step"]) == (0, 5)
-    assert steps(whole) == [2, 5]  # the last step is saved out of turn
-    stopped(patient, stop)
-    folder, code, lines = run(patient)
-    assert code == 0, outcome(folder)["reason"]
-    assert outcome(folder)["reason"] == outcome(whole)["reason"]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
-    assert same_weights(folder / "model", whole / "model")
-
-
-@pytest.mark.parametrize(("before", "after", "last"), [(None, 2, 5), (9, 2, 5), (3, 4, 6), (9, 1, 4)])
-def test_patience_of_run_yaml_applies_after_a_resume(run, ranked, validating, stopped, before, after, last):
-    """With a patience of 1 the training was over before it was resumed."""
+def test_a_stopped_run_keeps_its_patience_and_its_best_checkpoint(config, run, changed, validating, stopped, capsys):
+    """Step 3 has the lowest loss and no checkpoint; the last step is saved out of turn."""
     validating(3.0, 1.0, 0.9, 2.5, 4.0, 3.5, 3.0, 3.0)
-    earlier = stopped(ranked(early_stopping_patience=before, max_steps=6), 4, "earlier")
-    later = ranked(early_stopping_patience=after, max_steps=6, resume=str(earlier), resume_anyway=CONFIG)
-    folder, code, _ = run(later, "later")
+    training = RANKED | {"early_stopping_patience": 2, "max_steps": 8, "log_every_steps": 3}
+    config = changed(config, dataset={"validation_share": 0.3}, training=training)
+    whole, code, lines = run(config, "whole")
+    assert code == 0
+    ending = outcome(whole)
+    assert (ending["step"], ending["best_step"], steps(whole)) == (5, 2, [2, 5])
+    assert ending["reason"].startswith("stopped early after step 5: no better validation loss in 2 evaluations; ")
+    assert "model/ is checkpoint-2 (1.0000)" in capsys.readouterr().out
+    assert same_weights(whole / "model", whole / "checkpoints" / "checkpoint-2")
+    assert not (whole / "checkpoints" / "README.md").exists()  # upstream's card does not know the run
+    assert sum(line["num_steps"] for line in lines if "loss" in line) == 5
+    folder = stopped(changed(config, training={"log_every_steps": 1}), 4)
+    assert not (folder / "model").exists()
+    folder, code, _ = run(config)
     assert code == 0, outcome(folder)["reason"]
-    assert outcome(folder)["step"] == last
-    assert outcome(folder)["reason"].startswith(f"stopped early after step {last}") == (last < 6)
+    assert (outcome(folder)["reason"], outcome(folder)["best_step"]) == (ending["reason"], 2)
+    assert same_weights(folder / "model", whole / "model")
 
 
-def test_the_step_that_stops_early_can_be_the_only_one_that_is_saved(run, ranked, validating):
-    validating(1.0, 2.0, 3.0, 2.5, 4.0, 3.5)
-    folder, code, _ = run(ranked(early_stopping_patience=2, save_every_steps=5))
-    assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 3, [3])
-    assert "model/ is checkpoint-3 (3.0000); step 1 had 1.0000 and has no checkpoint" in outcome(folder)["reason"]
+def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config, run, changed, validating):
+    validating(3.0, 2.0, 2.5, float("nan"), 1.0)
+    config = changed(config, dataset={"validation_share": 0.3}, training=RANKED | {"max_steps": 5})
+    folder, code, lines = run(config)
+    assert (code, steps(folder), lines[-1]["not_finite"]) == (7, [2], ["validation_loss"])
+    assert outcome(folder)["reason"].endswith("checkpoint-2")
+    assert not (folder / "model").exists()
+
+
+def test_best_checkpoint_of_an_earlier_run_is_loaded(config, run, changed, validating):
+    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
+    config = changed(config, dataset={"validation_share": 0.3}, training=RANKED | {"max_steps": 4})
+    folder, code, _ = run(config, "earlier")
+    assert code == 0
+    training = {"max_steps": 6, "resume": str(folder), "resume_anyway": [ResumeAnyway.config]}
+    later, code, _ = run(changed(config, training=training), "later")
+    assert (code, outcome(later)["best_step"], steps(later)) == (0, 2, [6])
+    assert same_weights(later / "model", folder / "checkpoints" / "checkpoint-2")
+
+
+@pytest.mark.usefixtures("saves_at_once")
+def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run, changed, validating, monkeypatch):
+    def damage(trainer, *args, **kwargs):
+        if trainer.state.global_step == 2:
+            (trainer.saver.folder / "checkpoint-2" / "optimizer.pt").write_bytes(b"other")
+        return original(trainer, *args, **kwargs)
+
+    original = RecipeTrainer.training_step
+    monkeypatch.setattr(RecipeTrainer, "training_step", damage)
+    validating(3.0, 1.0, 2.0)
+    config = changed(config, dataset={"validation_share": 0.3}, training=RANKED | {"max_steps": 3})
+    folder, code, _ = run(config)
+    assert code == 4
+    assert "checkpoint-2 cannot be loaded: optimizer.pt has 5 bytes" in outcome(folder)["reason"]
 
 
 # Weights
@@ -389,10 +256,9 @@ def test_weights_that_are_absent_from_a_checkpoint_are_an_error(small_qwen2, tmp
     small_qwen2(num_hidden_layers=1).save_pretrained(tmp_path)
     model = small_qwen2(num_hidden_layers=2)
     result = model.load_state_dict(weights(tmp_path), strict=False)
-    with pytest.raises(
-        DataError, match=r"does not fill the model: the names of 12 weights differ, such as model\.layers\.1\."
-    ):
+    with pytest.raises(DataError, match=r"12 weights differ, such as model\.layers\.1\.") as caught:
         load_stored_weights(model, tmp_path, result)
+    assert caught.value.problem_id == "checkpoint-not-loaded"
 
 
 @pytest.fixture
@@ -401,9 +267,9 @@ def experts(config, changed, tiny_model, tmp_path):
     folder = tmp_path / "moe"
     shutil.copytree(tiny_model, folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    kept = json.loads((folder / "config.json").read_text())
+    tiny = json.loads((folder / "config.json").read_text())
     more = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4}
-    ids = {name: kept[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    ids = {name: tiny[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
     made = Qwen3MoeConfig(**sizes, **more, **ids, num_experts_per_tok=2, tie_word_embeddings=True)
     made.architectures = ["Qwen3MoeForCausalLM"]
     made.save_pretrained(folder)
@@ -411,20 +277,13 @@ def experts(config, changed, tiny_model, tmp_path):
     return changed(config, model={"path": str(folder), "facts": facts}, packing={"mode": PackingMode.padded})
 
 
-def test_experts_are_resumed_to_the_same_bits(run, experts, stopped):
-    whole, code, lines = run(experts, "whole")
+def test_experts_are_resumed_to_the_same_bits(run, experts, changed, tmp_path):
+    config = changed(experts, training={"max_steps": 4, "save_every_steps": 2})
+    whole, code, lines = run(config, "whole")
     assert code == 0, outcome(whole)["reason"]
     assert any(".experts.0." in name for name in weights(whole / "model"))
-    stopped(experts, 3)
-    folder, code, resumed = run(experts)
+    shutil.copytree(whole / "checkpoints" / "checkpoint-2", tmp_path / "run" / "checkpoints" / "checkpoint-2")
+    folder, code, resumed = run(config)
     assert code == 0, outcome(folder)["reason"]
-    assert losses(resumed) == losses(lines)
+    assert losses(resumed) == losses(lines)[2:]
     assert same_weights(whole / "model", folder / "model")
-
-
-def test_the_experts_of_the_best_step_are_loaded(run, experts, changed, validating):
-    validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
-    ranked = changed(experts, dataset={"validation_share": 0.3}, training=RANKED | {"load_best_at_end": True})
-    folder, code, _ = run(ranked)
-    assert code == 0, outcome(folder)["reason"]
-    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-2")

@@ -7,14 +7,13 @@ import inspect
 import json
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from trl import SFTTrainer
 
-from tunebook.config.choices import Generation, PackingMode, PeftMethod, Weights
+from tunebook.config.choices import PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
 from tunebook.data.sampler import epoch_order
 from tunebook.errors import InvalidTrainingError, RequestError, StoppedError
@@ -23,12 +22,15 @@ from tunebook.files import sha256_file
 from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.train import build
+from tunebook.record.provenance import describe_processor
 from tunebook.train import run as train_run
+from tunebook.train.endings import memory_ran_out
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.rank_process import StopRequest
 
 from .conftest import losses, outcome, weights
+
+PHASES = ["launch", "data", "model", "join_ranks", "weights", "trainer", "wrap", "checks", "first_step"]
 
 
 def test_upstream_still_has_the_methods_we_override():
@@ -41,45 +43,93 @@ def test_upstream_still_has_the_methods_we_override():
     assert callable(SFTTrainer._run_epoch)  # ours hands on whatever it is given
 
 
-def test_a_run_leaves_records_and_a_model_that_loads(config, run, changed):
-    folder, code, lines = run(config)
-    assert code == 0
+# Records
+
+
+def test_a_run_leaves_records_and_a_model_that_loads(whole, config, changed):
+    folder, lines = whole
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert losses(lines)[-1] < losses(lines)[0]
     assert lines[2]["documents_seen"] == 24
     assert lines[-1]["epoch"] == 2.0
     assert lines[-1]["tokens_seen"] == 2 * lines[2]["tokens_seen"]
     assert lines[0]["padding_share"] == 0
-    assert outcome(folder)["exit_code"] == 0
+    saved = {line["step"]: line["save_seconds"] for line in lines if "save_seconds" in line}
+    assert sorted(saved) == [3, 5] and saved[5] > 0  # in the line after the save
+    assert (outcome(folder)["exit_code"], outcome(folder)["reason"], outcome(folder)["step"]) == (0, "finished", 6)
     trained = changed(config, model={"path": str(folder / "model"), "weights": Weights.pretrained})
     assert load_model(trained).generation_config.eos_token_id is not None
 
 
-def test_packed_padded_and_accumulated_steps_have_the_same_loss(config, run, changed):
-    packed = losses(run(config, "packed")[2])
-    padded = changed(config, packing={"mode": PackingMode.padded}, training={"micro_batch_size": 4})
-    assert losses(run(padded, "padded")[2]) == pytest.approx(packed, rel=2e-5)
-    short_rows = changed(config, packing={"row_length": 256}, training={"micro_batch_size": 1})
-    assert losses(run(short_rows, "short")[2]) == pytest.approx(packed, rel=2e-5)
+def test_the_manifest_records_the_start_and_the_model_that_was_written(whole, config):
+    folder, _ = whole
+    manifest = read_manifest(folder)
+    start = manifest["start_up"]
+    assert list(start["rank"]) == PHASES
+    assert abs(start["first_step_s"] - sum(start["rank"].values())) < 0.001 * len(PHASES)
+    assert manifest["processor"] == describe_processor()
+    assert manifest["parallelism_found"] == {"strategy": "single", "wrapper": "Qwen2ForCausalLM", "ranks": 1}
+    files, recorded = {path.name: path for path in (folder / "model").iterdir()}, manifest["model_files"]
+    assert recorded.keys() == files.keys() >= {"model.safetensors", "config.json", "tokenizer.json"}
+    for name, path in files.items():
+        assert recorded[name] == {"size": path.stat().st_size, "sha256": sha256_file(path)}
+    assert list(folder.glob(".model*")) == []
+    again = start_manifest(folder, config, world_size=1, command=["tunebook", "train"])  # only to evaluate it
+    assert again["model_files"] == recorded
 
 
-def test_trained_parameters_are_counted_beside_a_frozen_base_only(config, changed):
-    """A token trains its own experts only, which `flops_per_token` knows; ZeRO-3's parameters are empty."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2, bias=False))
-    model[0].requires_grad_(False)
-    assert train_run._num_adapted(config, model.parameters()) is None
-    assert train_run._num_adapted(changed(config, peft={"method": PeftMethod.lora}), model.parameters()) == 8
+def test_the_last_steps_are_logged_whatever_the_schedule(whole, config, run, changed):
+    each = losses(whole[1])
+    _, code, lines = run(changed(config, training={"log_every_steps": 4}))
+    assert code == 0
+    assert [(line["step"], line["num_steps"]) for line in lines] == [(4, 4), (6, 2)]
+    assert losses(lines) == pytest.approx([sum(each[:4]) / 4, sum(each[4:]) / 2], rel=1e-5)
 
 
-def test_step_without_a_token_count_is_refused(config, run, monkeypatch):
-    monkeypatch.setattr(RecipeTrainer, "_get_num_items_in_batch", lambda *_: None)
-    folder, code, _ = run(config)
-    assert code == 7
-    assert "number of trained tokens of this step is unknown" in outcome(folder)["reason"]
+def test_trackers_and_checkpoints_get_the_numbers_of_the_metrics(config, run, changed, monkeypatch):
+    """An epoch has steps of 6, 6 and 4 documents. Upstream's has all six steps."""
+    logged, log = [], SFTTrainer.log
+
+    def remember(self, logs, start_time=None):
+        log(self, logs, start_time)
+        logged.append(dict(logs))
+
+    monkeypatch.setattr(SFTTrainer, "log", remember)
+    training = {"save_every_steps": 3, "evaluate_every_steps": 3, "global_samples": 6}
+    config = changed(config, dataset={"validation_share": 0.25}, training=training)
+    folder, code, lines = run(config)
+    assert code == 0
+    steps, validations = ([entry for entry in logged if key in entry] for key in ("loss", "eval_validation_loss"))
+    trained, validated = ([line for line in lines if key in line] for key in ("loss", "validation_loss"))
+    assert [entry["epoch"] for entry in steps] == [0.375, 0.75, 1.0, 1.375, 1.75, 2.0]
+    for line, entry in zip(trained, steps, strict=True):
+        assert entry["memory_gib"] == line["memory_gib"][0] > 0
+        numbers = {key: line[key] for key in line.keys() - {"step", "memory_gib"} if line[key] is not None}
+        assert numbers.items() <= entry.items()
+        assert numbers.keys() >= {"tokens_seen", "documents_seen", "tokens_per_second_per_gpu", "seconds"}
+        assert all(isinstance(value, int | float) for value in entry.values())
+    assert [(entry["epoch"], entry["eval_validation_loss"]) for entry in validations] == [
+        (epoch, line["validation_loss"]) for epoch, line in zip((1.0, 2.0), validated, strict=True)
+    ]
+    assert "train_samples_per_second" not in logged[-1]  # upstream's are rows
+    state = json.loads((folder / "checkpoints" / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["epoch"] == 2.0
+    assert [{key: entry[key] for key in entry if key != "step"} for entry in state["log_history"]] == logged[:-1]
 
 
-def test_the_first_loss_is_that_of_the_documents_one_by_one(config, run, changed):
-    folder, _, lines = run(changed(config, training={"max_steps": 1}))
+# Losses
+
+
+def test_packed_padded_and_accumulated_steps_have_the_same_loss(whole, config, run, changed):
+    packed = losses(whole[1])[:3]
+    padded = {"packing": {"mode": PackingMode.padded}, "training": {"micro_batch_size": 4, "max_steps": 3}}
+    assert losses(run(changed(config, **padded), "padded")[2]) == pytest.approx(packed, rel=2e-5)
+    short = {"packing": {"row_length": 256}, "training": {"micro_batch_size": 1, "max_steps": 3}}
+    assert losses(run(changed(config, **short), "short")[2]) == pytest.approx(packed, rel=2e-5)
+
+
+def test_the_first_loss_is_that_of_the_documents_one_by_one(whole, config):
+    folder, lines = whole
     order = epoch_order(24, config.training.seed, 0)[:8].tolist()
     expected, _ = nll_per_token(load_model(config).eval(), prepared_of(folder).train.load()[order])
     assert lines[0]["loss"] == pytest.approx(expected, rel=1e-5)
@@ -101,12 +151,12 @@ def prepared_of(folder):
     return load_prepared(Path(json.loads((folder / "prepared.json").read_text())["folder"]))
 
 
-def test_validation_loss_is_weighted_by_tokens(config, run, changed):
+def test_validation_loss_is_weighted_by_tokens_and_measured_at_the_end(config, run, changed):
     still = changed(
         config,
         dataset={"validation_share": 0.3},
         optimizer={"learning_rate": 0.0},
-        training={"global_samples": 4, "max_steps": 1, "evaluate_every_steps": 1},
+        training={"global_samples": 4, "max_steps": 1},
     )
     folder, code, lines = run(still)
     assert code == 0
@@ -116,147 +166,13 @@ def test_validation_loss_is_weighted_by_tokens(config, run, changed):
     assert line["validation_tokens"] == count
 
 
-def test_the_best_model_is_kept_and_a_worsening_run_stops_early(config, run, changed, capsys):
-    worsening = changed(
-        config,
-        dataset={"validation_share": 0.3},
-        optimizer={"learning_rate": 0.3},
-        training={
-            "global_samples": 4,
-            "num_epochs": 20,
-            "evaluate_every_steps": 2,
-            "save_every_steps": 2,
-            "load_best_at_end": True,
-            "early_stopping_patience": 2,
-        },
-    )
-    folder, code, lines = run(worsening)
-    assert code == 0
-    validation = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
-    best = min(validation, key=validation.get)
-    assert max(validation) == best + 4  # two more validations, both worse
-    kept = changed(worsening, model={"path": str(folder / "model"), "weights": Weights.pretrained})
-    loss, _ = nll_per_token(load_model(kept).eval(), prepared_of(folder).validation.load()[:])
-    assert loss == pytest.approx(validation[best], rel=1e-5)
-    ending = outcome(folder)
-    assert (ending["step"], ending["best_step"]) == (best + 4, best)
-    assert ending["reason"] == (
-        f"stopped early after step {best + 4}: no better validation loss in 2 evaluations; model/ is "
-        f"checkpoint-{best} ({validation[best]:.4f})"
-    )
-    assert ending["reason"] in capsys.readouterr().out
-    assert not (folder / "checkpoints" / "README.md").exists()  # upstream's card knows nothing of the run
-
-
-def test_a_run_that_stops_early_and_keeps_its_last_weights_says_so(config, run, changed):
-    worsening = changed(
-        config,
-        dataset={"validation_share": 0.3},
-        optimizer={"learning_rate": 0.3},
-        training={"global_samples": 4, "num_epochs": 20, "evaluate_every_steps": 1, "early_stopping_patience": 1,
-                  "log_every_steps": 7},
-    )  # fmt: skip
-    folder, code, lines = run(worsening)
-    assert code == 0
-    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    ending, last = outcome(folder), len(validation)
-    assert (ending["step"], ending["best_step"]) == (last, None)
-    assert ending["reason"] == (
-        f"stopped early after step {last}: no better validation loss in 1 evaluation; the best was "
-        f"{min(validation):.4f}, and model/ is that of the last step"
-    )
-    logged = [(line["step"], line["num_steps"]) for line in lines if "loss" in line]
-    assert logged[-1][0] == last  # though no multiple of log_every_steps, and decided after the step's line was due
-    assert sum(num_steps for _, num_steps in logged) == last
-
-
-@pytest.mark.parametrize(("every", "expected"), [(4, [(4, 4), (6, 2)]), (10, [(6, 6)]), (3, [(3, 3), (6, 3)])])
-def test_the_last_steps_are_logged_whatever_the_schedule(config, run, changed, every, expected):
-    whole = losses(run(config, "whole")[2])
-    folder, code, lines = run(changed(config, training={"log_every_steps": every}))
-    assert (code, outcome(folder)["step"], outcome(folder)["reason"]) == (0, 6, "finished")
-    assert [(line["step"], line["num_steps"]) for line in lines] == expected
-    for line in lines:
-        of_its_steps = whole[line["step"] - line["num_steps"] : line["step"]]
-        assert line["loss"] == pytest.approx(sum(of_its_steps) / line["num_steps"], rel=1e-5)
-
-
-def test_the_validation_loss_is_measured_at_the_end_when_nothing_says_how_often(config, run, changed):
-    folder, code, lines = run(changed(config, dataset={"validation_share": 0.3}, training={"max_steps": 2}))
-    assert code == 0
-    assert [line["step"] for line in lines if "validation_loss" in line] == [2]
-    assert (folder / "model").is_dir()
-
-
-def test_a_full_disk_ends_with_3_and_leaves_no_half_checkpoint(config, run, changed, monkeypatch):
-    saved = []
-
-    def fill(trainer, folder):
-        saved.append(Path(folder).name)
-        if len(saved) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(SFTTrainer, "_save_optimizer_and_scheduler", fill)
-    folder, code, _ = run(changed(config, training={"save_every_steps": 2}))
-    assert saved == ["checkpoint-2", "checkpoint-4"]
-    assert code == 3
-    assert "is full; free some space" in outcome(folder)["reason"]
-    assert outcome(folder)["reason"].endswith("checkpoint-2")
-    assert sorted(path.name for path in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-2"]
-
-
-def test_memory_that_runs_out_ends_with_3_and_says_what_takes_less(config, run, changed, monkeypatch):
-    steps = []
-
-    def run_out(trainer, *args, **kwargs):
-        steps.append(trainer.state.global_step)
-        if trainer.state.global_step == 3:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
-        return step(trainer, *args, **kwargs)
-
-    step = SFTTrainer.training_step
-    monkeypatch.setattr(SFTTrainer, "training_step", run_out)
-    folder, code, _ = run(changed(config, training={"save_every_steps": 2}))
-    assert (code, max(steps)) == (3, 3)
-    reason = outcome(folder)["reason"]
-    assert reason.startswith("the memory of the host ran out after step 3; ")
-    assert reason.endswith("The last good checkpoint is " + str(folder / "checkpoints/checkpoint-2"))
-
-
-def test_incompletely_written_model_is_removed(config, run, changed, monkeypatch):
-    def fail(trainer, *args, **kwargs):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(SFTTrainer, "_save", fail)
-    folder, code, _ = run(changed(config, training={"max_steps": 1}))
-    assert code == 1
-    assert outcome(folder)["reason"] == "RuntimeError: no"
-    assert not (folder / "model").exists()
-    assert list(folder.glob(".model*")) == []
-
-
-def test_the_manifest_records_the_model_that_was_written(config, run, changed, tmp_path):
-    folder = tmp_path / "run"
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "old.safetensors").write_bytes(b"of an earlier attempt")
-    (folder / ".model.replaced-1").mkdir()
-    start_manifest(folder, config, world_size=1, command=["tunebook", "train"])
-    folder, code, _ = run(changed(config, training={"max_steps": 1}))
-    assert code == 0
-    files = {path.name: path for path in (folder / "model").iterdir()}
-    recorded = read_manifest(folder)["model_files"]
-    assert recorded.keys() == files.keys() >= {"model.safetensors", "config.json", "tokenizer.json"}
-    for name, path in files.items():
-        assert recorded[name] == {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    assert list(folder.glob(".model*")) == []
-    again = start_manifest(folder, config, world_size=1, command=["tunebook", "train"])  # only to evaluate it
-    assert again["model_files"] == recorded
+# The model
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 over transformers 5.23
 def test_an_adapter_is_evaluated_on_the_base_that_it_was_trained_on(config, run, changed):
     lora = changed(config, peft={"method": PeftMethod.lora, "rank": 4}, training={"max_steps": 3})
-    folder, code, lines = run(lora)
+    folder, code, _ = run(lora)
     assert code == 0
     assert holds_model(folder / "model")
     assert is_adapter(folder / "model")
@@ -264,7 +180,6 @@ def test_an_adapter_is_evaluated_on_the_base_that_it_was_trained_on(config, run,
     documents = prepared_of(folder).train.load()[:]
     untrained, _ = nll_per_token(base, documents)
     trained, _ = nll_per_token(with_adapter(base, folder / "model", PeftMethod.lora).eval(), documents)
-    assert losses(lines)[-1] < losses(lines)[0]
     assert trained < untrained - 0.01
 
 
@@ -290,19 +205,18 @@ def base_without_chatml(tiny_model, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("method", [PeftMethod.full, PeftMethod.lora])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 over transformers 5.23
+@pytest.mark.parametrize(("method", "is_tied"), [(PeftMethod.full, True), (PeftMethod.lora, False)])
 def test_a_base_model_learns_the_tokens_of_chatml(config, run, changed, base_without_chatml, method, is_tied):
     path, num_tokens = base_without_chatml(is_tied=is_tied)
     config = changed(
         config,
         model={"path": path, "chat_template": "chatml"},
         peft={"method": method, "rank": 4, "dropout": 0.0},
-        training={"max_steps": 3},
+        training={"max_steps": 1},
     )
-    folder, code, lines = run(config)
+    folder, code, _ = run(config)
     assert code == 0
-    assert losses(lines)[-1] < losses(lines)[0]
     end = num_tokens + 1  # <|im_end|>
     assert end in json.loads((folder / "model" / "generation_config.json").read_text())["eos_token_id"]
     before, after = load_model(config), load_trained(config, folder / "model")
@@ -316,32 +230,32 @@ def test_a_base_model_learns_the_tokens_of_chatml(config, run, changed, base_wit
         assert len(added) == (1 if is_tied else 2)  # rows of two tokens, and no whole matrix
 
 
-def test_generation_settings_that_cannot_be_saved_are_corrected_before_the_training(
-    config, run, changed, tiny_model, tmp_path, capsys
-):
-    base = tmp_path / "base"
-    load_model(config).save_pretrained(base)
-    for file in tiny_model.iterdir():
-        if not (base / file.name).exists():
-            shutil.copy(file, base)
-    (base / "generation_config.json").write_text(
-        json.dumps({"do_sample": False, "temperature": 0.6, "eos_token_id": 0})
-    )
-    config = changed(config, model={"path": str(base), "weights": Weights.pretrained}, training={"max_steps": 1})
-    folder, code, _ = run(config)
-    assert (code, "do_sample=true" in capsys.readouterr().out) == (0, True)
-    written = json.loads((folder / "model" / "generation_config.json").read_text())
-    assert (written["do_sample"], written["eos_token_id"]) == (True, [0, 2])
+def test_incompletely_written_model_is_removed(config, run, changed, monkeypatch):
+    def fail(trainer, *args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(SFTTrainer, "_save", fail)
+    folder, code, _ = run(changed(config, training={"max_steps": 1}))
+    assert code == 1
+    assert outcome(folder)["reason"] == "RuntimeError: no"
+    assert not (folder / "model").exists()
+    assert list(folder.glob(".model*")) == []
+
+
+# Endings
 
 
 @pytest.mark.parametrize(
     ("error", "code", "is_waited_for"),
     [
-        (RuntimeError("CUDA out of memory"), 1, False),
+        (RuntimeError("something else"), 1, False),
+        (RuntimeError("CUDA error: out of memory"), 3, False),
+        (OSError(errno.ENOSPC, "No space left on device"), 3, False),
         (RequestError("of this rank alone"), 2, False),
         (StoppedError("agreed on"), 6, True),
         (InvalidTrainingError("seen by all"), 7, True),
     ],
+    ids=str,
 )
 def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch, error, code, is_waited_for):
     """All ranks close NCCL's group together, so a failed rank would wait for ranks that wait for it."""
@@ -354,21 +268,17 @@ def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch,
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: closed.append(True))
     assert train_run.run_rank(tmp_path, StopRequest()) == code
+    assert outcome(tmp_path)["exit_code"] == code
     assert bool(closed) is is_waited_for
 
 
-@pytest.mark.parametrize(
-    ("generation", "mode", "replaced"),
-    [
-        (Generation.cpu, PackingMode.padded, []),
-        (Generation.cpu, PackingMode.isolated, [True]),
-        (Generation.hopper, PackingMode.padded, [False]),
-    ],
-)
-def test_states_are_replaced_for_packed_rows_and_on_every_gpu(config, changed, monkeypatch, generation, mode, replaced):
-    found = []
-    monkeypatch.setattr(build, "isolate_documents", lambda model, *, is_on_cpu: found.append(is_on_cpu))
-    chosen = changed(config, hardware={"generation": generation}, packing={"mode": mode})
-    monkeypatch.setattr(build, "require_patterns", lambda config, adapted: None)
-    assert build._finish_layers(chosen, mock.Mock(), mock.Mock()) == []
-    assert found == replaced
+def test_the_error_of_a_gpu_without_memory_says_what_filled_it(monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(1.8 * gib), int(79.2 * gib)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: int(76.6 * gib))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: int(66.3 * gib))
+    error = memory_ran_out(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.47 GiB."))
+    assert (error.exit_code, error.problem_id) == (3, "memory-ran-out")
+    assert "66.3 of its 79.2 GiB" in error.message and "0.8;" in error.message
+    assert "the host" in memory_ran_out(RuntimeError("DefaultCPUAllocator: can't allocate memory")).message

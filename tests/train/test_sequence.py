@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tunebook.data.corpus import IGNORED_LABEL
+from tunebook.errors import RequestError
 from tunebook.train import sequence
 
 
@@ -61,26 +62,17 @@ def test_parts_of_a_row_have_its_positions_its_boundaries_and_all_its_labels_onc
     assert sum(int((part["shift_labels"] != IGNORED_LABEL).sum()) for part in parts) == 6 + 4
 
 
-def test_a_row_that_cannot_be_divided_is_a_bug():
-    batch = {"input_ids": torch.ones(1, 5, dtype=torch.long), "labels": torch.ones(1, 5, dtype=torch.long)}
-    with pytest.raises(AssertionError, match="filled up to a multiple of 2 tokens"):
-        sequence.part_of_row(batch, 0, 2)
-
-
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("rope", "is_refused"),
     [
-        ({}, None),
-        ({"num_key_value_heads": None}, None),
-        ({"num_key_value_heads": 1}, "8 heads with 1 of keys and values cannot be shared by 2 ranks"),
-        ({"num_attention_heads": 9, "num_key_value_heads": 9}, "9 heads with 9"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, r"rotary positions \(longrope\)"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, r"rotary positions \(dynamic\)"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, None),
+        ({"rope_type": "longrope"}, True),
+        ({"full_attention": {"rope_type": "dynamic"}}, True),
+        ({"rope_type": "llama3", "factor": 8.0}, False),
     ],
 )
-def test_models_that_cannot_be_shared(settings, problem):
-    text = SimpleNamespace(**({"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": None} | settings))
-    found = list(sequence._problems(2, text))
-    assert len(found) == (problem is not None)
-    assert problem is None or re.search(problem, found[0])
+def test_positions_that_depend_on_the_whole_row_are_refused(config, monkeypatch, rope, is_refused):
+    monkeypatch.setattr(sequence.AttentionInterface, "register", lambda name, attention: None)
+    text = SimpleNamespace(rope_parameters=rope)
+    group = sequence.SequenceGroup(size=2, rank=0, ranks=None)
+    with pytest.raises(RequestError) if is_refused else nullcontext():
+        sequence.attend_over_group(config, group, SimpleNamespace(get_text_config=lambda: text))

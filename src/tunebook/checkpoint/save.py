@@ -37,7 +37,7 @@ from tunebook.checkpoint.record import (
     read_record,
     step_of,
 )
-from tunebook.checkpoint.verify import complete_checkpoints, is_complete
+from tunebook.checkpoint.verify import complete_checkpoints
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
 from tunebook.hardware.disk import FREE_SPACE, require_space
 
@@ -148,11 +148,6 @@ class CheckpointSaver:
             self._wait()
             raise
         self.settle()
-
-    def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is in the run's own folder. Raises: as `settle`."""
-        self.settle()
-        return on_first_rank(lambda: is_complete(checkpoint_path(self.folder, step)))
 
     def abandon(self, step: int) -> None:
         """Remove an unfinished checkpoint: on a full disk its space is needed for the records.

@@ -280,7 +280,7 @@ def chat(
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
     from tunebook.evaluate.chat import Sampling, chat_command
     from tunebook.record.run_folder import LATEST
-    from tunebook.train.image import refuse_wrong_image
+    from tunebook.train.requirements import refuse_wrong_image
 
     typed = settings(words, ("run", "model"))
     if len(typed) == 2:

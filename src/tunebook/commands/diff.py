@@ -19,8 +19,8 @@ from tunebook.terminal import print_text
 
 # Keys of the manifest, with all keys below them, that differ between any two runs.
 _UNIQUE_KEYS = tuple(f"{key}." for key in (
-    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "leak_probe.probe_s",
-    "leak_probe.warm_up_s", "start_up", "files_sha256", "model_files.training_args.bin",  # which names the run folder
+    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "start_up",
+    "files_sha256", "model_files.training_args.bin",  # which names the run folder
 ))  # fmt: skip
 
 

@@ -24,8 +24,7 @@ from tunebook.hardware.disk import existing, size_text
 from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image
 from tunebook.hardware.links import BETWEEN_SOCKETS, links_text, read_links
 from tunebook.processes import Answer, ask
-from tunebook.train.image import image_problem
-from tunebook.train.requirements import check_environment, torch_problems
+from tunebook.train.requirements import check_environment, image_problem, torch_problems
 
 _NVML_TIMEOUT_S = 40.0  # 8 GPUs without persistence mode take 10 s or more
 _TORCH_TIMEOUT_S = 120.0  # importing torch takes 30 s from a cold network disk, NCCL looks at the machine for 20 s

@@ -32,7 +32,7 @@ from tunebook.record.page.scores import Score, ScoreRow, score_rows
 from tunebook.record.run_folder import LATEST, RUN_FILE, time_name
 from tunebook.terminal import print_text
 from tunebook.train.environment import evaluation_environment
-from tunebook.train.image import refuse_wrong_image
+from tunebook.train.requirements import refuse_wrong_image
 
 
 @dataclass(frozen=True, kw_only=True)

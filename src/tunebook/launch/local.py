@@ -43,7 +43,7 @@ from tunebook.record.run_folder import (
 )
 from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
-from tunebook.train.packages import installed_version
+from tunebook.train.requirements import installed_version
 
 START_FILE = "start.json"
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")

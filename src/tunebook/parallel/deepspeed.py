@@ -73,10 +73,9 @@ def uses_autocast(config: RunConfig) -> bool:
 def forget_parameter_order(model: Any) -> None:
     """Make a ZeRO-3 engine record the parameter order of its next pass again; does nothing for other models.
 
-    ZeRO-3 prefetches parameters in the order of the previous pass. TRL's fused head gathers the head's weight itself,
-    where the model's forward pass calls a module. A pass that ends differently leaves parameters in flight that nothing
-    waits for, and fails with "Cannot partition a param in flight" (3B parameters on two H200; a smaller model stays
-    gathered). Needed until DeepSpeed has a public way to invalidate the recorded order; 0.19.8 has none.
+    ZeRO-3 prefetches parameters in the order of the previous pass. A pass that ends differently, such as one without
+    TRL's fused head, leaves parameters in flight that nothing waits for, and fails with "Cannot partition a param in
+    flight". Needed until DeepSpeed has a public way to invalidate the recorded order; 0.19.8 has none.
     """
     offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -90,8 +89,8 @@ def keep_format_of_persistent(model: Any) -> None:
     """Make a ZeRO-3 engine gather the small parameters that it keeps on every rank in their own format.
 
     With `torch_autocast` they are gathered in fp32 after a step, but in bf16 in a pass whose order is being recorded,
-    as in the first step of a resume. Biases and small adapters were rounded in it, so a resumed run differed from an
-    undisturbed one in the fifth digit. Needed until DeepSpeed gathers them in one format; 0.19.8 does not.
+    so a resumed run would differ from an undisturbed one. Needed until DeepSpeed gathers them in one format; 0.19.8
+    does not.
     """
     for parameter in getattr(getattr(model, "optimizer", None), "persistent_parameters", []):
         if hasattr(parameter, _GATHERED_AS):
@@ -101,8 +100,7 @@ def keep_format_of_persistent(model: Any) -> None:
 def _number_format(config: RunConfig) -> dict[str, Any]:
     """The number format settings. DeepSpeed always casts to fp16 itself: its clipping ignores autocast's loss scale.
 
-    DeepSpeed makes its fp32 copy from the cast weights. So weights published in another format are rounded to 16 bits
-    first (tests/parallel/test_zero_moments.py).
+    DeepSpeed makes its fp32 copy from the cast weights, so weights published in another format are rounded to 16 bits.
     """
     if uses_autocast(config):
         # DeepSpeed sums gradients of linear layers in bf16 by default. With fp32 sums the losses were no closer.

@@ -40,7 +40,7 @@ def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
         "fsdp_config": {
             "version": 2,
             "reshard_after_forward": not STRATEGIES[fsdp.strategy].keeps_gathered,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # of the classes in `parallel.units`
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # of the classes of `unit_classes`
             "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
             "cpu_offload": is_offloaded,  # transformers silently drops `offload_params`, accelerate's own name
             "state_dict_type": _STATE_DICTS[fsdp.state_dict],
@@ -89,10 +89,9 @@ def mixed_precision_policy(config: RunConfig) -> MixedPrecisionPolicy | None:
     """FSDP's casts for a run that computes in 16 bits; None keeps everything in the format of the weights.
 
     The gathered weights are 16-bit and gradients are summed over the ranks in fp32. accelerate would use 16 bits for
-    both, and for the model's output too: a loss summed in bf16 was off by up to 2.6e-3 in a trial, and by 4e-4 without
-    that cast. fp16 ends at 65,504, so it holds neither a sum of scaled gradients nor the gradient of a loss scaled by
-    65,536, the initial scale. With autocast the activations between layers are fp32 as well. fp32 adapters over bf16
-    weights are gathered in bf16, like the weights.
+    both, and for the model's output too. fp16 ends at 65,504, so it holds neither a sum of scaled gradients nor the
+    gradient of a loss scaled by 65,536, the initial scale. With autocast the activations between layers are fp32 as
+    well. fp32 adapters over bf16 weights are gathered in bf16, like the weights.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.files import cache_root, remember, sha256_text
-from tunebook.train.packages import installed_version
+from tunebook.train.requirements import installed_version
 
 _FORM = 5  # increase when the answer to the same question changes, so that cached answers are not reused
 _PACKAGES = ("torch", "transformers", "peft", "trl")

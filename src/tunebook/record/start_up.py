@@ -15,7 +15,6 @@ from typing import Any
 from tunebook.record.manifest import add_to_manifest, manifest_or_empty
 
 START_UP_KEY = "start_up"  # in the manifest
-COMPILED_KEY = "compiled"  # in the manifest: graphs of rank 0, those after its first step, and seconds of all
 _LONGEST_S = 24 * 3600.0  # an age above this is not plausible for a process that asks for it at its start
 
 
@@ -25,7 +24,6 @@ class StartClock:
     def __init__(self, begun: float | None = None) -> None:
         self.begun = time.time() if begun is None else begun
         self.phases: dict[str, float] = {}
-        self.step: int | None = None  # the last finished optimizer step, once there is one
         self._last = self.begun
 
     def passed(self, phase: str) -> None:

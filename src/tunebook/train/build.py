@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedModel, PrinterCallback
-from transformers.integrations.integration_utils import TensorBoardCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.collectives import background_group, on_first_rank
@@ -29,13 +27,13 @@ from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, rehearse_
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
-from tunebook.parallel.units import unit_classes
+from tunebook.parallel.wrapped import unit_classes
 from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
 from tunebook.train.callbacks import StartRecord
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.methods.sft import RecipeTrainer
-from tunebook.train.reporting import ResumableTensorBoard, set_up_tracking
+from tunebook.train.reporting import set_up_tracking
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 
@@ -47,7 +45,7 @@ def build_trainer(
     assert plan.total_steps is not None
     validation = prepared.validation
     is_first_rank = os.environ.get("RANK", "0") == "0"
-    set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank, say=partial(print, flush=True))
+    set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank)
     arguments, model, sequence = _load(config, plan, folder, clock, has_validation=validation is not None)
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index // plan.sequence_group_size, plan.data_ranks
@@ -87,8 +85,6 @@ def build_trainer(
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
-    if trainer.pop_callback(TensorBoardCallback) is not None:
-        trainer.add_callback(ResumableTensorBoard())  # type: ignore[no-untyped-call]
     return trainer
 
 
@@ -99,7 +95,10 @@ def _load(
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     clock.passed("model")
     join_ranks(config)
-    arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=has_validation))
+    arguments = SFTConfig(
+        **trainer_arguments(config, plan, folder, has_validation=has_validation),
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
     bound_deepspeed_groups(config)
     clock.passed("join_ranks")
     model = finish_loading(config, begun, arguments.process_index, arguments.device)

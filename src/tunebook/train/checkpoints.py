@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from accelerate.utils.modeling import is_peft_model
-from transformers.trainer import TRAINER_STATE_NAME
 
 from tunebook.checkpoint.choose import require_verified
 from tunebook.checkpoint.collectives import on_first_rank
-from tunebook.checkpoint.record import FileEntry, checkpoint_path, read_record, step_of
+from tunebook.checkpoint.record import FileEntry, read_record, step_of
 from tunebook.checkpoint.resharding import needs_universal, write_universal
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.errors import TunebookError
@@ -54,7 +53,6 @@ class CompleteCheckpoints(RecordedLogs):
             self.saver.begin(step)
             self._is_saving = True
             super()._save_checkpoint(model, trial)
-            self._name_best(step)
         except BaseException:
             self.saver.abandon(step)
             raise
@@ -84,15 +82,6 @@ class CompleteCheckpoints(RecordedLogs):
             return str(self.saver.unfinished)
         folder: str = super()._get_output_dir(trial)
         return folder
-
-    def _name_best(self, step: int) -> None:
-        """Set the final path of the best checkpoint: upstream has the hidden folder's, or that of a moved run."""
-        best = self.state.best_global_step
-        if best is None or not (best == step or self.saver.has(best)):
-            return  # there is none, or it is in the folder of the run that this one resumed from
-        self.state.best_model_checkpoint = str(checkpoint_path(self.saver.folder, best))
-        if self.args.should_save:
-            self.state.save_to_json(str(checkpoint_path(self.saver.unfinished, step) / TRAINER_STATE_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Nothing while it is being written: see `_upload`."""
@@ -163,6 +152,8 @@ class CompleteCheckpoints(RecordedLogs):
             return
         self.saver.settle()
         best = Path(str(self.state.best_model_checkpoint))
+        if best.parent == self.saver.unfinished:  # where it was while upstream noted its path
+            best = self.saver.folder / best.name
         require_verified(best)
         self.state.best_model_checkpoint = str(self.loadable(best))
         super()._load_best_model()

@@ -33,8 +33,7 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
     environment = without_other_launchers(inherited)
     # The tokenizers library warns about forks by the data loader; data preparation has ended by then.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that spin while waiting starve each other if other work runs on the same cores: with other work on two
-    # cores a training step took 0.13 s with this setting, and 0.95 to 3.2 s without.
+    # Threads that spin while waiting starve each other if other work runs on the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     ranks = config.hardware.gpus_per_node
     assert ranks is not None
@@ -44,9 +43,7 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
         environment.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed warns on import that it found no GPU
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus(config, environment))
-        # Growing segments leave hardly any pieces that are too small for later requests. Without them, two of twenty
-        # runs that were planned to fill an H100 ran out of memory, with 13 GiB in such pieces. They are no slower
-        # (h100_held_out).
+        # Growing segments leave hardly any pieces that are too small for later requests, and are no slower.
         if not any(name in environment for name in _OF_THE_ALLOCATOR) and not _is_wsl():
             environment[_OF_THE_ALLOCATOR[0]] = "expandable_segments:True"
     # If .venv is not activated, its `ninja` is not found, and DeepSpeed cannot compile its operators without it.

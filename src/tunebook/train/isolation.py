@@ -8,23 +8,13 @@ run is refused.
 Distances are relative: the norm of the difference of two logit vectors, divided by the norm of the logits about their
 mean; the largest over all tokens. They do not depend on the size of the vocabulary or of the logits.
 
-With experts, rounding may send a token to another expert, which changes its logits entirely. Rows of other shapes round
-otherwise, so for these the median over the tokens is judged: wrong positions move all of them. A leak also moves logits
-in rows of the same shape, where rounding is equal.
-
-Many layers can amplify rounding: it moved logits of gpt-oss-20b by 0.22 and those of Gemma 4 E4B by 0.35, with random
-weights on an H100; in fp32, small layers like Gemma 4's agree to 1e-4. So what rounding does to rows of other shapes is
-measured too, where nothing else can differ: the second document alone, and ahead of the first one in their row.
-
-An indexer, as in DeepSeek V3.2, chooses the tokens that each token attends to by a sum of ReLUs, which is exactly 0 for
-many. Which of equal ones are chosen depends on the row's length, and not on what is in it. So rows of other shapes are
-compared with all tokens chosen, and rows of the same shape as the model chooses.
+Many layers can amplify rounding in rows of other shapes. So it is measured where nothing else can differ: the second
+document alone, and ahead of the first one in their row. With experts, rounding may send a token to another expert,
+which changes its logits entirely, so the median over the tokens is judged there: wrong positions move all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,24 +34,18 @@ _UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 
 _TF32_UNIT_ROUNDOFF = 2.0**-11
 # Rounding errors of 100 layers add up to about sqrt(2 x 100) times one, and kernels choose tiles by a row's length.
 _LOGIT_ROUNDOFFS = 32.0
-# Replacing the other document changes no shape, so neither kernels nor the order of sums: isolated logits stay equal.
-# Measured (benchmarks/results/isolation.jsonl): exactly 0 with every kernel and format on an H100 and for 17 small
-# dense architectures on a CPU. Of 36 that leak, the smallest was 1.2e-3 in fp32 and 6.5e-3 in bf16.
+# Replacing the other document changes no shape, so isolated logits stay equal: measured exactly 0, and at least 1.2e-3
+# (fp32) and 6.5e-3 (bf16) for architectures that leak (benchmarks/results/isolation.jsonl).
 _MOVED_ROUNDOFFS = 0.5
 _MOVED_FP32_ROUNDOFFS = 16.0
-# With experts, another document changes the number of tokens of each expert, and so how its products are tiled. That
-# rounding may send a token to another expert. Measured for Qwen3-30B-A3B's layers on an H100: 7.5e-7 in fp32, 2.7e-4 in
-# tf32, 5.3e-4 in fp16 and 0.044 in bf16; smaller leaks cannot be detected.
+# With experts, another document changes the number of tokens of each expert, and so how its products are tiled:
+# measured 7.5e-7 in fp32 and 0.044 in bf16 (Qwen3-30B-A3B's layers). Smaller leaks cannot be detected.
 _MOVED_FP32_ROUNDOFFS_OF_EXPERTS = 256.0
-# Amplified rounding in two pairs of rows: 0.38 and 0.16 for 42 small layers like Gemma 4's, in bf16 on a CPU.
-_SPREAD_OF_ROUNDING = 4.0
+_SPREAD_OF_ROUNDING = 4.0  # of amplified rounding in two pairs of rows: 0.38 and 0.16 for 42 layers in bf16
 _LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
-# Products in 16 bits or TF32 are summed in fp32, whose rounding is negligible. In fp32 each term of the sum is rounded,
-# which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384 terms of a 7B model's feed-forward network.
-# Measured on an H200 without TF32: 145 roundoffs (Qwen2.5-3B), 116 (6 layers of the 7B).
+# In fp32 each term of a product's sum is rounded, which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384
+# terms of a 7B model's feed-forward network. Products in 16 bits or TF32 are summed in fp32.
 _FP32_SUM_ROUNDOFFS = 128.0
-_NUM_CHOSEN = "index_topk"  # by this name, how many tokens each indexer chooses
-_MOST_TOKENS = 2 * sum(LENGTHS_FOR_FLEX)  # more than any row here has
 
 
 class Forward(Protocol):
@@ -72,23 +56,6 @@ class Forward(Protocol):
 
     def loss(self, documents: list[list[int]]) -> tuple[float, int]:
         """The summed negative log-likelihood as training computes it, and how many tokens it counts."""
-
-    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
-        """While it lasts, no indexer leaves out a token; its value says whether one otherwise does."""
-
-
-@contextmanager
-def all_tokens_chosen(model: torch.nn.Module) -> Iterator[bool]:
-    """`Forward.all_tokens_chosen` for a model."""
-    chosen = {each: number for each in model.modules() if isinstance(number := getattr(each, _NUM_CHOSEN, None), int)}
-    choosing = {each: number for each, number in chosen.items() if number < _MOST_TOKENS}
-    try:
-        for each in choosing:
-            setattr(each, _NUM_CHOSEN, _MOST_TOKENS)
-        yield bool(choosing)
-    finally:
-        for each, number in choosing.items():
-            setattr(each, _NUM_CHOSEN, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +88,14 @@ class Tolerance:
     loss: float
     has_experts: bool = False
 
-    def sees_leaks(self, found: Isolation) -> bool:
+    def sees_leaks(self, isolation: Isolation) -> bool:
         """True if the effect of a leak would exceed that of rounding."""
-        return found.leaking > 2 * self.moved
+        return isolation.leaking > 2 * self.moved
 
-    def between_shapes(self, found: Isolation) -> float:
+    def between_shapes(self, isolation: Isolation) -> float:
         """The effect of rounding on logits in rows of other shapes, at most half the effect of a leak."""
-        measured = found.rounding_median if self.has_experts else found.rounding
-        return max(self.logits, min(_SPREAD_OF_ROUNDING * measured, found.leaking / 2))
+        measured = isolation.rounding_median if self.has_experts else isolation.rounding
+        return max(self.logits, min(_SPREAD_OF_ROUNDING * measured, isolation.leaking / 2))
 
 
 def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -> Tolerance:
@@ -145,15 +112,8 @@ def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -
     )
 
 
-def compile_kernels(forward: Forward, lengths: tuple[int, int] = LENGTHS) -> None:
-    """Run the first passes, in which kernels are compiled and loaded."""
-    row = [[0] * lengths[0], [1] * lengths[1]]
-    forward.logits(row)
-    forward.loss(row)
-
-
 def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int] = LENGTHS) -> Isolation:
-    """Measure with eight or nine forward passes over at most two documents. It uses its own random generator."""
+    """Measure with eight forward passes over at most two documents. It uses its own random generator."""
     draw, length = np.random.default_rng(0), lengths[0]
     first = draw.integers(0, vocab_size, length)
     second = draw.integers(0, vocab_size, lengths[1]).tolist()
@@ -162,14 +122,11 @@ def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int
     together = forward.logits([first, second])[length:]
     moved = _distances(forward.logits([other, second])[length:], together).max()
     leaking = _distances(forward.logits([first + second])[length:], together).max()
-    with forward.all_tokens_chosen() as has_indexers:
-        if has_indexers:
-            together = forward.logits([first, second])[length:]
-        logits_alone = forward.logits([second])
-        alone = _distances(together, logits_alone)
-        rounding = _distances(forward.logits([second, first])[: lengths[1]], logits_alone)
-        (loss_together, tokens_together) = forward.loss([first, second])
-        apart = [forward.loss([document]) for document in (first, second)]
+    logits_alone = forward.logits([second])
+    alone = _distances(together, logits_alone)
+    rounding = _distances(forward.logits([second, first])[: lengths[1]], logits_alone)
+    loss_together, tokens_together = forward.loss([first, second])
+    apart = [forward.loss([document]) for document in (first, second)]
     return Isolation(
         moved=float(moved),
         alone=float(alone.max()),
@@ -191,16 +148,17 @@ def _distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return distances
 
 
-def leaks(found: Isolation, allowed: Tolerance) -> list[str]:
+def leaks(isolation: Isolation, allowed: Tolerance) -> list[str]:
     """The problems found; empty if the documents are isolated. A non-finite number is a problem."""
     wrong = []
-    if not found.moved <= allowed.moved:
-        wrong.append(f"the second document's logits move by {found.moved:.2g} when the first one changes")
-    alone = found.alone_median if allowed.has_experts else found.alone
-    if not alone <= allowed.between_shapes(found):
+    if not isolation.moved <= allowed.moved:
+        wrong.append(f"the second document's logits move by {isolation.moved:.2g} when the first one changes")
+    alone = isolation.alone_median if allowed.has_experts else isolation.alone
+    if not alone <= allowed.between_shapes(isolation):
         wrong.append(f"they differ by {alone:.2g} from those that it has alone")
-    if found.tokens_together != found.tokens_apart:
-        wrong.append(f"the row's loss counts {found.tokens_together} tokens, the two documents' {found.tokens_apart}")
-    elif not found.loss_difference <= allowed.loss:
-        wrong.append(f"the row's loss differs by {found.loss_difference:.2g} from the two documents' own")
+    if isolation.tokens_together != isolation.tokens_apart:
+        together, apart = isolation.tokens_together, isolation.tokens_apart
+        wrong.append(f"the row's loss counts {together} tokens, the two documents' {apart}")
+    elif not isolation.loss_difference <= allowed.loss:
+        wrong.append(f"the row's loss differs by {isolation.loss_difference:.2g} from the two documents' own")
     return wrong

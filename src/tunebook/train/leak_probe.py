@@ -6,16 +6,10 @@ wrong positions, a kernel that ignores the boundaries of documents.
 
 from __future__ import annotations
 
-import math
-import random
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -23,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
-from tunebook.facts.attention import FLEX, MASKED, WITHOUT_KERNEL
+from tunebook.facts.attention import FLEX
 from tunebook.model.blocks import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.deepspeed import forget_parameter_order
@@ -32,9 +26,6 @@ from tunebook.train.isolation import (
     LENGTHS,
     LENGTHS_FOR_FLEX,
     Isolation,
-    Tolerance,
-    all_tokens_chosen,
-    compile_kernels,
     leaks,
     measure_isolation,
     tolerance,
@@ -65,35 +56,46 @@ class LeakProbe(TrainerCallback):
             uses_tf32=precision.tf32 is Switch.enabled,
             has_experts=facts is not None and has_experts(facts),
         )
-        found, warm_up_s, probe_s = self._measure()
-        ranks: list[Isolation] = gather_object([found])
-        worst = max(range(len(ranks)), key=lambda rank: _severity(ranks[rank], allowed))
-        measured = asdict(ranks[worst]) | {"loss_difference": ranks[worst].loss_difference}
+        ranks: list[Isolation] = gather_object([self._measure()])
+        worst = next((rank for rank, isolation in enumerate(ranks) if leaks(isolation, allowed)), 0)
+        blind = [rank for rank, isolation in enumerate(ranks) if not allowed.sees_leaks(isolation)]
+        isolation = ranks[worst]
         self._record(
             state,
             {"checked": True, "ranks": len(ranks), "worst_rank": worst, "tolerance": asdict(allowed)}
-            | {"sees_leaks": all(allowed.sees_leaks(one) for one in ranks)}
-            | {"warm_up_s": round(warm_up_s, 3), "probe_s": round(probe_s, 3)}
-            | measured,
+            | {"sees_leaks": not blind, "loss_difference": isolation.loss_difference}
+            | asdict(isolation),
         )
-        if wrong := leaks(ranks[worst], allowed):
-            raise self._leak(wrong, ranks[worst], allowed, worst)
-        blind = [rank for rank, one in enumerate(ranks) if not allowed.sees_leaks(one)]
+        compute = precision.compute.value
+        where = f"{type(self.trainer.model).__name__}, attention={self.config.attention.implementation.value}"
+        if wrong := leaks(isolation, allowed):
+            raise InvalidTrainingError(
+                f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {worst}, {where}). "
+                f"Rounding in {compute} explains at most {allowed.moved:.2g} if only the other document changes, "
+                f"{allowed.between_shapes(isolation):.2g} between rows of other lengths and {allowed.loss:.2g} in the "
+                "loss. Nothing was trained. Try packing=padded, or another attention",
+                problem_id="leak",
+            )
         if blind:
-            raise self._blind(blind[0], ranks[blind[0]], allowed)
+            raise InvalidTrainingError(
+                "it cannot be verified that documents that share a packed row are isolated: a leak would change logits "
+                f"by only {ranks[blind[0]].leaking:.2g}, and rounding in {compute} may change them by "
+                f"{allowed.moved:.2g} (rank {blind[0]}, {where}). Nothing was trained. Use packing=padded, which needs "
+                "no verification",
+                problem_id="leak-not-seen",
+            )
 
-    def _measure(self) -> tuple[Isolation, float, float]:
-        """The measurements, and the seconds of the warm-up and of the probe itself."""
+    def _measure(self) -> Isolation:
+        model, sequence = self.trainer.model_wrapped, self.trainer.sequence
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
-        sequence = self.trainer.sequence
-        forward = TrainingForward(self.trainer, sequence)
-        model = self.trainer.model_wrapped
-        is_flex = self.config.attention.implementation is FLEX
-        lengths = _lengths(LENGTHS_FOR_FLEX if is_flex else LENGTHS, sequence)
-        with torch.no_grad(), _in_evaluation_mode(model), _generators_kept(), plain_products(model):
-            start = time.monotonic()
+        lengths = LENGTHS_FOR_FLEX if self.config.attention.implementation is FLEX else LENGTHS
+        model.eval()  # dropout would differ between two passes; each training step sets the other mode
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.no_grad(), torch.random.fork_rng(devices), plain_products(model):
             try:
-                compile_kernels(forward, lengths)
+                isolation = measure_isolation(
+                    TrainingForward(self.trainer, sequence), vocab_size, _lengths(lengths, sequence)
+                )
             except ValueError as error:
                 if "packed" not in str(error):
                     raise
@@ -102,35 +104,12 @@ class LeakProbe(TrainerCallback):
                     f"{error} Nothing was trained. Or type packing=padded",
                     problem_id="leak",
                 ) from error
-            middle = time.monotonic()
-            found = measure_isolation(forward, vocab_size, lengths)
             forget_parameter_order(model)  # training has a backward pass too
-        return found, middle - start, time.monotonic() - middle
+        return isolation
 
     def _record(self, state: TrainerState, entry: dict[str, Any]) -> None:
         if state.is_world_process_zero:
             add_to_manifest(self.folder, {LEAK_PROBE_KEY: entry})
-
-    def _leak(self, wrong: list[str], found: Isolation, allowed: Tolerance, rank: int) -> InvalidTrainingError:
-        implementation = self.config.attention.implementation
-        other = WITHOUT_KERNEL if implementation is MASKED else MASKED
-        return InvalidTrainingError(
-            f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {rank}, "
-            f"{type(self.trainer.model).__name__}, attention={implementation.value}). Rounding in "
-            f"{self.config.precision.compute.value} explains at most {allowed.moved:.2g} if only the other document "
-            f"changes, {allowed.between_shapes(found):.2g} between rows of other lengths and {allowed.loss:.2g} in the "
-            f"loss. Nothing was trained. Try packing=padded, or another attention, such as attention={other.value}",
-            problem_id="leak",
-        )
-
-    def _blind(self, rank: int, found: Isolation, allowed: Tolerance) -> InvalidTrainingError:
-        return InvalidTrainingError(
-            "it cannot be verified that documents that share a packed row are isolated: a leak would change logits by "
-            f"only {found.leaking:.2g}, and rounding in {self.config.precision.compute.value} may change them by "
-            f"{allowed.moved:.2g} (rank {rank}, {type(self.trainer.model).__name__}). Nothing was trained. Use "
-            "packing=padded, which needs no verification",
-            problem_id="leak-not-seen",
-        )
 
 
 class TrainingForward:
@@ -156,10 +135,6 @@ class TrainingForward:
         loss, num_tokens = (totals if self.sequence is None else self.sequence.summed(totals)).tolist()
         return loss, int(num_tokens)
 
-    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
-        """As `isolation.Forward`."""
-        return all_tokens_chosen(self.trainer.model_wrapped)
-
     def _inputs(self, documents: list[list[int]]) -> dict[str, Any]:
         tokens = [token for document in documents for token in document]
         row = {"input_ids": tokens, "labels": list(tokens), "seq_lengths": [len(document) for document in documents]}
@@ -177,34 +152,3 @@ def _lengths(lengths: tuple[int, int], sequence: SequenceGroup | None) -> tuple[
     size = 1 if sequence is None else sequence.size
     first, second = (-(-length // size) * size for length in lengths)
     return first, second
-
-
-def _severity(found: Isolation, allowed: Tolerance) -> tuple[int, float]:
-    """Sort key for the worst rank; NaN is worst."""
-    distances = [one if math.isfinite(one) else math.inf for one in (found.moved, found.alone)]
-    return len(leaks(found, allowed)), max(distances)
-
-
-@contextmanager
-def _in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Disable dropout, which would differ between two passes, and restore every module's mode afterwards."""
-    was_training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was_training:
-            module.training = training
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore every random generator afterwards: the run draws the same numbers with and without the probe."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

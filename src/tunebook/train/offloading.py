@@ -1,15 +1,9 @@
-"""Corrections to upstream's offloading to the host: the output head, the gradient scale, the activations.
+"""Corrections to upstream's offloading of parameters to the host: the output head and the gradient scale.
 
-Output head: FSDP gathers a module's weights when the module is called, and TRL's fused head reads the head's weight
-without calling it. In full fine-tuning the head is gathered with the last norm, which is called just before. With
-adapters accelerate (1.15) does not find that norm: nothing gathers the head, TRL gathers it on the host, and logits and
-loss of every token are computed there. In the first pass the head was still gathered by the leak probe, so the loss of
-the following passes was on another device and could not be added to it.
-
-Activations: autograd keeps a transposed view of a layer's weight for its backward pass. TRL's offloading (1.16) skips
-parameters, and tensors in the storage of a parameter at set-up time. It does not skip weights that FSDP gathers later,
-nor those that DeepSpeed has moved: it copied each of them to the host and back, although FSDP gathers them again for
-the backward pass. Compiled layers keep the weight itself, which TRL recognizes (h100x2_offloaded.jsonl).
+FSDP gathers a module's weights when the module is called, and TRL's fused head reads the head's weight without calling
+it. In full fine-tuning the head is gathered with the last norm, which is called just before. With adapters accelerate
+(1.15) does not find that norm: nothing gathers the head, TRL gathers it on the host, and logits and loss of every token
+are computed there, except in the first pass, which finds the head as the leak probe has left it.
 """
 
 from __future__ import annotations
@@ -19,9 +13,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from trl.models.activation_offloading import OffloadActivations
+
+
+def correct_offloading(trainer: Any) -> None:
+    """Apply both corrections to a trainer whose parameters FSDP keeps on the host."""
+    if trainer.is_fsdp_enabled and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        gather_head(trainer.model)
+        keep_scale_on_host(trainer.accelerator)
 
 
 def gather_head(model: Any) -> None:
@@ -45,35 +45,8 @@ def keep_scale_on_host(accelerator: Accelerator) -> None:
     """Keep the loss scale of an FSDP run in fp16 on the host, where its gradients and its optimizer are.
 
     accelerate (1.15) keeps the scale on the GPU. torch's GradScaler (2.13) and its fused AdamW then copy it to the host
-    without waiting for the copy, so the first gradients are divided by uninitialized memory. On two H100 their norm was
-    14.89 instead of 15.30, without any message.
+    without waiting for the copy, so the first gradients are divided by uninitialized memory, without any message.
     """
     if accelerator.scaler is not None:
         handler = accelerator.scaler_handler
         accelerator.scaler = GradScaler("cpu", **(handler.to_kwargs() if handler else {}))
-
-
-def keep_weights(offloading: OffloadActivations) -> None:
-    """Do not offload views of parameters."""
-    pack = offloading.pack_hook
-
-    def pack_unless_weight(tensor: torch.Tensor) -> int:
-        address = _address(tensor) if isinstance(tensor._base, torch.nn.Parameter) else None
-        if address is None or address in offloading.param_storages:
-            return int(pack(tensor))
-        offloading.param_storages.add(address)
-        try:
-            return int(pack(tensor))
-        finally:
-            # An activation may have this address once FSDP has released the weight.
-            offloading.param_storages.remove(address)
-
-    offloading.pack_hook = pack_unless_weight
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    """The address of its storage; None for a tensor that consists of others, such as torchao's in fp8."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return None

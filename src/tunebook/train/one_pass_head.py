@@ -51,8 +51,8 @@ class _OnePassOrTwo:
 class OnePassLogProbFunction(torch.autograd.Function):
     """TRL's `ChunkedLogProbFunction` for a loss in which all tokens count equally.
 
-    Without the entropy's gradient and the rarer outputs. Raises: an assertion on the device in the backward pass, if
-    the gradients of the log-probabilities differ.
+    Without its other outputs. Raises: an assertion on the device in the backward pass, if the gradients of the
+    log-probabilities differ.
     """
 
     @staticmethod
@@ -68,32 +68,38 @@ class OnePassLogProbFunction(torch.autograd.Function):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[torch.Tensor | None, ...]:
-        """(N,) each: the targets' log-probabilities and the entropy, in fp32; whether a target is the most likely."""
+        """(N,): the targets' log-probabilities in fp32, where upstream has five outputs."""
         ctx.set_materialize_grads(False)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         shape = {"logit_scale": logit_scale, "softcap": final_logit_softcapping or 1.0, "inv_t": 1 / temperature,
                  "HAS_SOFTCAP": final_logit_softcapping is not None}  # fmt: skip
-        found = _Statistics(len(targets), hidden.device)
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        inputs = (hidden, weight, bias)
+        hidden_grad, weight_grad, bias_grad = (
+            torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and is_needed else None
+            for tensor, is_needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+        )
+        log_probs = torch.empty(len(targets), device=hidden.device, dtype=torch.float32)
         cast, cast_bias = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         buffer = torch.empty((min(len(hidden), TILE_TOKENS), len(weight)), device=hidden.device, dtype=dtype)
         for start in range(0, len(hidden), TILE_TOKENS):
             tokens = slice(start, min(start + TILE_TOKENS, len(hidden)))
-            inputs = hidden.detach()[tokens].to(dtype)
-            tile = buffer[: len(inputs)]
-            torch.mm(inputs, cast.t(), out=tile)
+            states = hidden.detach()[tokens].to(dtype)
+            tile = buffer[: len(states)]
+            torch.mm(states, cast.t(), out=tile)
             if cast_bias is not None:
                 tile.add_(cast_bias)
-            found.fold(tile, targets, tokens, shape)
-            _logits_gradient(tile, targets[tokens], found.log_z(tokens), shape)
-            gradients.add(tile, inputs, cast, tokens)
-        ctx.gradients = gradients.by_input()
-        log_z = found.log_z(slice(None))
-        entropy = log_z - found.x_sum_exp / found.sum_exp
-        is_top1 = (found.target_logit >= found.max) & (found.target_logit > found.max_before_target)
-        ctx.mark_non_differentiable(entropy, is_top1)
-        return found.target_logit - log_z, entropy, None, None, is_top1
+            log_probs[tokens], log_z = _log_probs(tile, targets[tokens], shape)
+            _logits_gradient(tile, targets[tokens], log_z, shape)
+            if hidden_grad is not None:
+                _product(hidden_grad[tokens], tile, cast, is_added=False)
+            if weight_grad is not None:
+                _product(weight_grad, tile.t(), states, is_added=start > 0)
+            if bias_grad is not None:
+                bias_grad += tile.sum(dim=0, dtype=torch.float32)
+        dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.gradients = list(zip((hidden_grad, weight_grad, bias_grad), dtypes, strict=True))
+        return log_probs, None, None, None, None
 
     @staticmethod
     @once_differentiable
@@ -107,34 +113,21 @@ class OnePassLogProbFunction(torch.autograd.Function):
         factor = grad_logprobs[0]
         torch._assert_async((grad_logprobs == factor).all(), "model.one_pass_head=true is for losses that weigh all "
                             "tokens alike")  # fmt: skip
-        return (*(None if one is None else one.mul_(factor).to(dtype) for one, dtype in gradients), *nothing)
+        return (*(None if tensor is None else tensor.mul_(factor).to(dtype) for tensor, dtype in gradients), *nothing)
 
 
-class _Statistics:
-    """The results of TRL's forward kernel for each token, (N,) each in fp32."""
-
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
-        def filled(value: float) -> torch.Tensor:
-            return torch.full((num_tokens,), value, device=device, dtype=torch.float32)
-
-        self.max, self.max_before_target = filled(float("-inf")), filled(float("-inf"))
-        self.sum_exp, self.x_sum_exp, self.target_logit = filled(0.0), filled(0.0), filled(0.0)
-        self._not_asked_for = filled(0.0)
-
-    def fold(self, tile: torch.Tensor, targets: torch.Tensor, tokens: slice, shape: dict[str, Any]) -> None:
-        """Process all logits of some tokens, (n, V)."""
-        kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
-        flags = {f"HAS_{name.upper()}": name in ("entropy", "is_top1") for name in chunked_logprob.OPTIONAL_OUTPUTS}
-        unused = self._not_asked_for[tokens]
-        kernel(
-            tile, tile.stride(0), targets[tokens], self.max[tokens], self.sum_exp[tokens], self.x_sum_exp[tokens],
-            unused, unused, self.max_before_target[tokens], self.target_logit[tokens], 0, tile.shape[1],
-            BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags, **shape,
-        )  # fmt: skip
-
-    def log_z(self, tokens: slice) -> torch.Tensor:
-        """The logarithm of the sum over the vocabulary."""
-        return self.max[tokens] + torch.log(self.sum_exp[tokens])
+def _log_probs(tile: torch.Tensor, targets: torch.Tensor, shape: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities of the targets, and the logarithm of the sum over the vocabulary; (n,) of logits (n, V)."""
+    sum_exp, target_logit, unused = torch.zeros((3, len(tile)), device=tile.device, dtype=torch.float32)
+    highest = torch.full_like(sum_exp, float("-inf"))
+    kernel = chunked_logprob._forward_kernel[(len(tile),)] if _is_triton(tile) else chunked_logprob._forward_tile
+    flags = {f"HAS_{name.upper()}": False for name in chunked_logprob.OPTIONAL_OUTPUTS}
+    kernel(
+        tile, tile.stride(0), targets, highest, sum_exp, unused, unused, unused, unused, target_logit, 0,
+        tile.shape[1], BLOCK_SIZE=chunked_logprob._BLOCK_SIZE, **flags, **shape,
+    )  # fmt: skip
+    log_z = highest + torch.log(sum_exp)
+    return target_logit - log_z, log_z
 
 
 def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Tensor, shape: dict[str, Any]) -> None:
@@ -148,43 +141,14 @@ def _logits_gradient(tile: torch.Tensor, targets: torch.Tensor, log_z: torch.Ten
     )  # fmt: skip
 
 
-class _Gradients:
-    """The gradients of hidden states, weight and bias, in fp32 as upstream's; None for an input that needs none."""
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, needed: tuple[bool, ...]
-    ) -> None:
-        def empty(one: torch.Tensor | None, is_needed: bool) -> torch.Tensor | None:
-            return torch.empty_like(one, dtype=torch.float32) if one is not None and is_needed else None
-
-        inputs = (hidden, weight, bias)
-        self._dtypes = [None if one is None else one.dtype for one in inputs]
-        self._hidden, self._weight, self._bias = map(empty, inputs, needed[:3])
-
-    def add(self, tile: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, tokens: slice) -> None:
-        """Add the gradients from a tile of the logits' gradients, (n, V)."""
-        is_first = tokens.start == 0
-        if self._hidden is not None:
-            _product(self._hidden[tokens], tile, weight, is_added=False)
-        if self._weight is not None:
-            _product(self._weight, tile.t(), inputs, is_added=not is_first)
-        if self._bias is not None:
-            summed = tile.sum(dim=0, dtype=torch.float32)
-            self._bias = summed if is_first else self._bias + summed
-
-    def by_input(self) -> list[tuple[torch.Tensor | None, torch.dtype | None]]:
-        """Each gradient with the format that autograd expects."""
-        return list(zip((self._hidden, self._weight, self._bias), self._dtypes, strict=True))
-
-
-def _product(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
-    """`left @ right` in fp32, into `found` or added to it, not rounded to the format of the factors."""
+def _product(product: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_added: bool) -> None:
+    """`left @ right` in fp32, into `product` or added to it, not rounded to the format of the factors."""
     if is_added:
-        chunked_logprob._addmm_fp32(found, left, right)
-    elif found.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
-        torch.mm(left, right, out_dtype=torch.float32, out=found)
+        chunked_logprob._addmm_fp32(product, left, right)
+    elif product.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
+        torch.mm(left, right, out_dtype=torch.float32, out=product)
     else:
-        torch.mm(left.float(), right.float(), out=found)
+        torch.mm(left.float(), right.float(), out=product)
 
 
 def _is_triton(tile: torch.Tensor) -> bool:

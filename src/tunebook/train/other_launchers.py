@@ -23,21 +23,21 @@ def without_other_launchers(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name not in _NAMES and not name.startswith(others)}
 
 
-def refuse_inside_launcher(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises: RequestError inside another launcher. `words` are the arguments after `tunebook`.
+def refuse_inside_launcher(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises: RequestError inside another launcher. `arguments` are those after `tunebook`.
 
     mpirun and srun may start the nodes of a run on several, each with its own launcher.node_rank.
     """
-    command = next((word for word in words if not word.startswith("-")), None)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
     if command is None or command in _READ_ONLY:
         return
-    found = sorted(name for name in environment if name in _NAMES or name.startswith(_PREFIXES))
-    if not any(word.startswith("launcher.node_rank=") for word in words):
-        found += [name for name in _COUNTS if environment.get(name, "1") != "1"]
-    if found:
+    variables = sorted(name for name in environment if name in _NAMES or name.startswith(_PREFIXES))
+    if not any(argument.startswith("launcher.node_rank=") for argument in arguments):
+        variables += [name for name in _COUNTS if environment.get(name, "1") != "1"]
+    if variables:
         raise RequestError(
-            f"another launcher has set {', '.join(found)}, and Tunebook starts its own ranks: type the command without "
-            "torchrun, accelerate launch, deepspeed, mpirun or srun, with hardware.gpus_per_node=N for N ranks; where "
-            f"none of them runs, first: unset {' '.join(found)}",
+            f"another launcher has set {', '.join(variables)}, and Tunebook starts its own ranks: type the command "
+            "without torchrun, accelerate launch, deepspeed, mpirun or srun, with hardware.gpus_per_node=N for N "
+            f"ranks; where none of them runs, first: unset {' '.join(variables)}",
             problem_id="inside-launcher",
         )

@@ -7,7 +7,6 @@ Ctrl-C, SIGTERM, Slurm's SIGUSR1 and a file in the run folder ask a rank to fini
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import signal
@@ -67,23 +66,6 @@ class StopRequest:
         self._name = signal.Signals(number).name
 
 
-@contextmanager
-def importing_libraries() -> Iterator[None]:
-    """Import libraries without garbage collection, and exclude what they allocate from later collections.
-
-    Importing what a rank needs took 5.0 s of CPU time instead of 6.1 s.
-    """
-    hide_import_warnings()
-    was_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_collecting:
-            gc.enable()
-
-
 def hide_import_warnings() -> None:
     """Hide what torch 2.13 logs in every process that imports torchao 0.18: two warnings for torchao's developers."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
@@ -92,9 +74,8 @@ def hide_import_warnings() -> None:
 class RankEnd:
     """Ends a rank's process without Python's finalization. Create it before the libraries are imported.
 
-    Exit handlers run in reverse order, so those of the libraries run first. Python's finalization never runs: what
-    DeepSpeed holds keeps gloo's threads alive after `destroy_process_group`, and a thread that releases a tensor during
-    finalization aborts the process (pytorch#190489). A run that was complete and saved would have failed.
+    Exit handlers run in reverse order, so those of the libraries run first. Python's finalization never runs: a thread
+    of gloo that releases a tensor during it aborts the process (pytorch#190489), after a run that is complete.
     """
 
     def __init__(self) -> None:
@@ -108,9 +89,9 @@ class RankEnd:
     def leave(self, exit_code: int) -> NoReturn:
         """End this process; immediately and without exit handlers if it failed alone.
 
-        NCCL's exit handler waits for all ranks: a rank out of GPU memory stayed for minutes, with its GPU and the other
-        ranks waiting in a collective (2 H200, FSDP). Before it ends, the process waits for a moment: if it failed
-        because another rank was killed, torchrun must see that rank's end first.
+        NCCL's exit handler waits for all ranks, which may wait for this one in a collective. Before it ends, the
+        process waits for a moment: if it failed because another rank was killed, torchrun must see that rank's end
+        first.
         """
         if exit_code in AGREED_ENDINGS:
             self._exit_code = exit_code

@@ -6,7 +6,7 @@ moments and step counts come from the checkpoint; learning rate, weight decay, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,25 +86,15 @@ def _not_loaded(model: Any, load_result: Any) -> list[str]:
 class RestoredState(TrainerCallback):
     """Corrects the trainer's state that was loaded from the checkpoint `resumed`, before the first step.
 
-    Upstream restores the intervals of the run that saved it, and drops a best checkpoint that has moved. `trainer` is
-    ours; `say` prints on the first rank. Without `has_same_data` the earlier validation losses cannot be compared with
-    later ones.
+    Upstream restores the intervals of the run that saved it, and drops a best checkpoint that has moved. Without
+    `has_same_data` the earlier validation losses cannot be compared with later ones.
     """
 
-    def __init__(
-        self,
-        training: TrainingConfig,
-        trainer: Any,
-        resumed: Path,
-        *,
-        has_same_data: bool,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, training: TrainingConfig, trainer: Any, resumed: Path, *, has_same_data: bool) -> None:
         self.training = training
         self.trainer = trainer
         self.resumed = resumed
         self.has_same_data = has_same_data
-        self.say = say
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,18 +102,10 @@ class RestoredState(TrainerCallback):
         """Raises: DataError on every rank if the best checkpoint so far is missing."""
         state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
         if not self.has_same_data:
-            self._forget_validation(state)
+            state.log_history = [entry for entry in state.log_history if VALIDATION_LOSS not in entry]
+            state.best_global_step = state.best_metric = state.best_model_checkpoint = None
         if args.metric_for_best_model is not None:
             self._find_best(state)
-
-    def _forget_validation(self, state: TrainerState) -> None:
-        if num_losses := len(validation_losses(state)):
-            self.say(
-                f"validation losses up to step {state.global_step} ({num_losses}) were measured on other data, so they "
-                "count neither for the best model nor for early stopping"
-            )
-        state.log_history = [entry for entry in state.log_history if VALIDATION_LOSS not in entry]
-        state.best_global_step = state.best_metric = state.best_model_checkpoint = None
 
     def _find_best(self, state: TrainerState) -> None:
         """Set the path of the best checkpoint. Rank the existing ones if no step was ranked, or on request."""
@@ -133,30 +115,24 @@ class RestoredState(TrainerCallback):
             folders.append(Path(state.best_model_checkpoint).parent)
         losses = validation_losses(state)
         steps = losses.keys() | ({best} if best is not None else set())
-        there = on_first_rank(lambda: _complete(steps, folders))
-        if best not in there:
+        existing = on_first_rank(lambda: _complete(steps, folders))
+        if best not in existing:
             is_allowed = best is None or ResumeAnyway.best in self.training.resume_anyway
             if self.training.load_best_at_end and not is_allowed:
-                raise _best_is_gone(state, self.resumed.parent)
-            best = min(losses.keys() & there.keys(), key=lambda step: (losses[step], step), default=None)
+                raise DataError(
+                    f"the best validation loss so far was {state.best_metric:.4f} at step {best}, and there is no "
+                    f"complete checkpoint-{best} in {self.resumed.parent}, so training.load_best_at_end=true could not "
+                    "load it. Restore it from a copy, or use the best of the existing ones: "
+                    "'training.resume_anyway=[best]'",
+                    problem_id="best-checkpoint-missing",
+                )
+            best = min(losses.keys() & existing.keys(), key=lambda step: (losses[step], step), default=None)
             state.best_global_step, state.best_metric = best, losses[best] if best is not None else None
-            if self.training.load_best_at_end and losses:
-                which = "none" if best is None else f"checkpoint-{best} ({losses[best]:.4f})"
-                self.say(f"best checkpoint so far by validation loss, among those that exist: {which}")
-        state.best_model_checkpoint = str(there[best]) if best is not None else None
+        state.best_model_checkpoint = str(existing[best]) if best is not None else None
 
 
 def _complete(steps: Collection[int], folders: list[Path]) -> dict[int, Path]:
     """The first complete checkpoint of each step, in the order of the folders."""
     paths = {step: [checkpoint_path(folder, step) for folder in folders] for step in steps}
-    found = {step: next(filter(is_complete, places), None) for step, places in paths.items()}
-    return {step: path for step, path in found.items() if path is not None}
-
-
-def _best_is_gone(state: TrainerState, folder: Path) -> DataError:
-    return DataError(
-        f"the best validation loss so far was {state.best_metric:.4f} at step {state.best_global_step}, and there is "
-        f"no complete checkpoint-{state.best_global_step} in {folder}, so training.load_best_at_end=true could not "
-        "load it. Restore it from a copy, or use the best of the existing ones: 'training.resume_anyway=[best]'",
-        problem_id="best-checkpoint-missing",
-    )
+    checkpoints = {step: next(filter(is_complete, places), None) for step, places in paths.items()}
+    return {step: path for step, path in checkpoints.items() if path is not None}

@@ -15,7 +15,7 @@ on each rank, H heads (of queries, or of keys and values), D numbers a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -96,9 +96,12 @@ def part_of_row(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
 def attend_over_group(config: RunConfig, group: SequenceGroup, architecture: PreTrainedConfig) -> None:
     """Make the run's attention exchange tokens for heads. Raises: RequestError for a model that cannot be shared."""
     name = config.attention.implementation.value
-    if problem := next(_problems(group.size, architecture.get_text_config()), None):
+    settings = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (settings, *settings.values()) if isinstance(part, dict)}
+    if stretched := kinds.intersection(_STRETCHED):
         raise RequestError(
-            f"parallelism.sequence_group_size={group.size}: {problem}; try parallelism.sequence_group_size=1",
+            f"parallelism.sequence_group_size={group.size}: the model's rotary positions ({', '.join(stretched)}) "
+            "depend on all tokens of a row; try parallelism.sequence_group_size=1",
             problem_id="sequence-group-model",
         )
     whole = ALL_ATTENTION_FUNCTIONS[name]
@@ -112,20 +115,6 @@ def attend_over_group(config: RunConfig, group: SequenceGroup, architecture: Pre
         return to_all_heads(attended, group.size), weights
 
     AttentionInterface.register(name, attention)
-
-
-def _problems(size: int, text: Any) -> Iterator[str]:
-    """Why a model cannot be shared. Rules check the same of sizes that are known before it is loaded."""
-    heads = text.num_attention_heads
-    layers = getattr(text, "per_layer_config", [text])  # of some models, layers differ in this
-    groups = {getattr(layer, "num_key_value_heads", None) or heads for layer in layers}
-    if any(each % size for each in (heads, *groups)):
-        of_keys = f"{heads} heads with {' and '.join(map(str, sorted(groups)))} of keys and values"
-        yield f"the model's {of_keys} cannot be shared by {size} ranks"
-    settings = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(one.get("rope_type")) for one in (settings, *settings.values()) if isinstance(one, dict)}
-    if stretched := kinds.intersection(_STRETCHED):
-        yield f"the model's rotary positions ({', '.join(stretched)}) depend on all tokens of a row"
 
 
 def to_whole_row(part: torch.Tensor, size: int) -> torch.Tensor:

@@ -41,7 +41,14 @@ def join_ranks(config: RunConfig) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     if is_zero and (is_on_cpu or offloaded_states(config)) and os.environ.get("RANK", "0") == "0":
-        _announce_compilation()
+        from torch.utils.cpp_extension import get_default_build_root
+
+        folder = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+        print(
+            "DeepSpeed compiles its operators at their first use on a machine, which takes 1 to 4 minutes; if it never "
+            f"ends, a killed process left a file there: find {folder} -name lock -delete",
+            flush=True,
+        )
     if is_zero and is_on_cpu:
         import deepspeed
 
@@ -61,30 +68,14 @@ def bound_deepspeed_groups(config: RunConfig) -> None:
     comm.cdb.new_group = partial(torch.distributed.new_group, timeout=timedelta(seconds=config.launcher.timeout_s))
 
 
-def _announce_compilation() -> None:
-    """Print why nothing happens for minutes, unless DeepSpeed's operators are there.
-
-    A killed process leaves torch's file `lock`, for which every later one waits without end (pytorch issue 189245).
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if any(folder.rglob("lock")) or not any(folder.rglob("*.so")):
-        print(
-            "DeepSpeed compiles its operators when they are first used, which takes 1 to 4 minutes; if it never ends, "
-            f"a killed process left a file there: find {folder} -name lock -delete",
-            flush=True,
-        )
-
-
 def _require_libaio() -> None:
-    """Check early: DeepSpeed would fail with a traceback after the model is loaded."""
+    """Check before the model is loaded. DeepSpeed's own error does not name the package."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         raise RequestError(
-            "parallelism.offload_optimizer=nvme and offload_parameters=nvme need libaio, which is not installed; try "
-            "`apt install libaio-dev`, or parallelism=zero3_offload",
+            "offloading to nvme needs libaio, which is not installed; try `apt install libaio-dev`, or "
+            "parallelism=zero3_offload",
             problem_id="libaio-missing",
         )
 
@@ -115,10 +106,10 @@ class ParallelismCheck(TrainerCallback):
             self._write_down(by_rank[0])
         require_expected(self.config, by_rank, self.unit_classes, self.num_fp8_layers)
 
-    def _write_down(self, found: dict[str, Any]) -> None:
+    def _write_down(self, wrapping: dict[str, Any]) -> None:
         plugin = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
         if plugin is not None:
             # accelerate sets an infinite number of steps for "never print", which JSON cannot represent.
             settings = {key: value for key, value in plugin.deepspeed_config.items() if value != math.inf}
             atomic_write_json(self.folder / DEEPSPEED_FILE, settings)
-        add_to_manifest(self.folder, {"parallelism_found": found})
+        add_to_manifest(self.folder, {"parallelism_found": wrapping})

@@ -18,7 +18,7 @@ from typing import Any
 
 from tunebook.config.model_facts import ModelFacts, facts_from_json
 from tunebook.plan.answers import answered
-from tunebook.train.packages import installed_version
+from tunebook.train.requirements import installed_version
 
 
 def facts_of_file(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts | None:

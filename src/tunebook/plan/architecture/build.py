@@ -30,7 +30,7 @@ from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture.layers import decoder_layers, quiet, text_decoder
 from tunebook.plan.architecture.packing import isolation_of
 from tunebook.plan.architecture.targets import adapters_of, is_linear
-from tunebook.train.packages import installed_version
+from tunebook.train.requirements import installed_version
 
 _LONGEST = 2**20  # tokens, if an architecture has no highest position
 _TOKENS = 64  # of the row

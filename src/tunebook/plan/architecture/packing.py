@@ -8,7 +8,6 @@ computed as `model.linear_attention` does where their package is missing, so no 
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from tunebook.facts.attention import BY_DOCUMENT, WITHOUT_KERNEL
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.varlen_attention import register
 from tunebook.plan.architecture.layers import quiet, shortened, stated_kinds
-from tunebook.train.isolation import all_tokens_chosen, leaks, measure_isolation, tolerance
+from tunebook.train.isolation import leaks, measure_isolation, tolerance
 
 # By the names that architectures have for them; each takes those that it knows.
 _SMALL: dict[str, Any] = {
@@ -137,7 +136,3 @@ class _Forward:
     def loss(self, documents: list[list[int]]) -> tuple[float, int]:
         """Nothing: here a loss would follow from the logits."""
         return 0.0, 0
-
-    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
-        """While it lasts, no indexer of the model leaves out a token."""
-        return all_tokens_chosen(self._model)

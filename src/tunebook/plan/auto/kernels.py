@@ -26,7 +26,7 @@ from tunebook.model.base_config import brings_code
 from tunebook.model.flops import flops_per_token
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.rules.attention import isolates
-from tunebook.train.packages import installed_version, missing_state_kernels
+from tunebook.train.requirements import installed_version, missing_state_kernels
 
 _LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
 

@@ -78,8 +78,7 @@ def step_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
     Stages 1 and 2 flatten a rank's gradients and cast 16-bit ones to fp32, while all reduced gradients still exist.
     Before that, each gradient is cast to fp64 for the norm. Stage 3 does so for a billion parameters at a time, unless
-    another size is configured (0.19.8, stage_1_and_2.py and stage3.py, step; followed in
-    tests/parallel/test_zero_moments.py).
+    another size is configured (0.19.8, stage_1_and_2.py and stage3.py, step).
     """
     settings = config.parallelism
     if not isinstance(settings, ZeroConfig) or "offload_optimizer" in offloaded_states(config):
