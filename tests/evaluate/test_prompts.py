@@ -16,7 +16,6 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunebook.errors import DataError
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
@@ -112,21 +111,6 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     begins = adding_bos(trained, add_special_tokens=False)["input_ids"]
     assert any(row[: len(begins)] == begins for row in prompts)
     assert all(row.count(BOS) == len(start.split()) for row in prompts)
-
-
-def test_a_system_prompt_that_the_template_omits_is_refused(
-    adding_bos: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    """The harness itself would continue without it."""
-    data, file = tmp_path / "rows.jsonl", tmp_path / "task.yaml"
-    data.write_text(json.dumps({"question": "a b", "right": "c"}) + "\n")
-    file.write_text(WRITTEN.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    settings = settings_of(adding_bos)
-    body = "{{ message.role }}: {{ message.content }} </s> "
-    adding_bos.chat_template = TEMPLATE.replace(body, f"{{% if message.role != 'system' %}}{body}{{% endif %}}")
-    (task,) = load_tasks([read_task_file(file)], tmp_path, settings)
-    with pytest.raises(DataError):
-        run_task(None, task, settings)
 
 
 def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settings_do_not_say_so(

@@ -21,7 +21,6 @@ from tunebook.config.frozen import load_config
 from tunebook.data.conversation import Conversation
 from tunebook.data.template import ConversationRenderer
 from tunebook.errors import RequestError, TunebookError
-from tunebook.evaluate.harness import require_system_prompt
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.target import Target, bare_config, find_target
 from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, uses_gpu
@@ -176,7 +175,6 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
         check_base(trained, config.model)
     placement = place(config, target.folder, num_processes=1)
     system_prompt = config.dataset.system_prompt if system is None else system or None
-    require_system_prompt(tokenizer, system_prompt)
     model, autocast = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)
     chat = Chat(
         model=model,

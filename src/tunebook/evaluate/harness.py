@@ -110,15 +110,10 @@ def load_tasks(tasks: Sequence[Task], cache: Path, settings: HarnessSettings | N
 
 
 def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
-    """Run a requested task and return the harness' results.
-
-    Raises: errors of the harness and of the task's own functions; DataError for a template without the system prompt.
-    """
+    """Run a requested task and return the harness' results. Raises: errors of the harness and the task's functions."""
     from lm_eval.evaluator import evaluate
 
     is_chat = loaded.source.conversations is None and settings.tokenizer.chat_template is not None
-    if is_chat:
-        require_system_prompt(settings.tokenizer, settings.system_prompt)
     seed_libraries()
     for task in loaded.content["tasks"].values():
         # As the harness' own `simple_evaluate`: a task that sets 0 keeps it, one that sets nothing has none.
@@ -195,16 +190,6 @@ def seed_libraries() -> None:
     random.seed(SEEDS["python"])
     numpy.random.seed(SEEDS["numpy"])
     torch.manual_seed(SEEDS["torch"])
-
-
-def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
-    """Refuse a system prompt that the template omits: the harness would continue without it. Raises: DataError."""
-    from tunebook.data.conversation import Conversation
-    from tunebook.data.template import ConversationRenderer
-
-    if system_prompt is not None:
-        talk = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "a question"}]
-        ConversationRenderer(tokenizer).prompt(Conversation.plain(talk))
 
 
 def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str, Any]:
