@@ -18,7 +18,6 @@ def main() -> int:
 
         return work()
     except KeyboardInterrupt:
-        print("evaluation: stopped; the finished tasks are kept", file=sys.stderr)
         return StoppedError.exit_code
 
 
