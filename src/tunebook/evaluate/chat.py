@@ -23,11 +23,10 @@ from tunebook.data.template import ConversationRenderer
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.target import Target, bare_config, find_target
-from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, uses_gpu
+from tunebook.evaluate.trained_model import bound_tokenizer, load_to_answer, uses_gpu
 from tunebook.launch.second_interrupt import forget_interrupts
-from tunebook.model.adapters import is_adapter
-from tunebook.model.tokenizer import load_tokenizer, stop_ids
-from tunebook.record.model_origin import check_base, check_bound, origin_of
+from tunebook.model.tokenizer import stop_ids
+from tunebook.record.model_origin import origin_of
 from tunebook.record.run_folder import RUN_FILE
 from tunebook.terminal import print_text, quiet_libraries
 
@@ -163,16 +162,13 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
         trained, config = origin_of(target.run), load_config(target.run / RUN_FILE)
     else:
         trained, config = target.origin, bare_config(target)
-    tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
-    check_bound(trained, tokenizer, config.dataset.system_prompt)
+    tokenizer, _ = bound_tokenizer(config, target.folder, trained)
     if not tokenizer.chat_template:
         raise RequestError(
             f"the tokenizer of {target.name} has no chat template; name a model or run that was trained on "
             "conversations, or save the template as chat_template.jinja next to the tokenizer",
             problem_id="tokenizer-no-template",
         )
-    if target.folder is not None and is_adapter(target.folder):
-        check_base(trained, config.model)
     placement = place(config, target.folder, num_processes=1)
     system_prompt = config.dataset.system_prompt if system is None else system or None
     model, autocast = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)

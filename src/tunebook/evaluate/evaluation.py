@@ -21,27 +21,23 @@ from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError, first_line
 from tunebook.evaluate.code.judging import judge_programs, require_sandbox
-from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
+from tunebook.evaluate.contamination import check_evaluated, with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, LoadedTask, load_tasks, prepare_environment, run_task
 from tunebook.evaluate.placement import ONE_PROCESS, Placement
 from tunebook.evaluate.results import choose_samples, resume_command, task_answers, task_scores
 from tunebook.evaluate.task_files import Task
 from tunebook.evaluate.trained_model import (
-    load_padded_tokenizer,
+    bound_tokenizer,
     load_to_answer,
     model_identity,
-    tokenizer_of_run,
     trained_architecture,
     uses_gpu,
 )
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.model.adapters import is_adapter
 from tunebook.record.answer_faults import count_faults
-from tunebook.record.model_origin import Origin, check_base, check_bound
+from tunebook.record.model_origin import Origin
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from tunebook.evaluate.request_model import RequestModel
 
 ANSWERS_FOLDER = "parts"  # of the kept answers of tasks
@@ -67,6 +63,13 @@ class Evaluation:
         """The folder of its files."""
         return self.run / "evaluation"
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the tasks, the model and its tokenizer are all local, so that the hub is not needed."""
+        model = self.config.model
+        is_model_local = model.path is not None and model.tokenizer is None
+        return is_model_local and all(task.has_own_data for task in self.tasks)
+
     def report(self, text: str) -> None:
         """Print a line, in the first process."""
         if self.process == 0:
@@ -90,12 +93,12 @@ def evaluate(evaluation: Evaluation, started: float) -> None:
     are written.
     """
     require_sandbox(evaluation.tasks)
-    prepare_environment(is_offline=_is_local(evaluation))
+    prepare_environment(is_offline=evaluation.is_local)
     from lm_eval.models.utils import resolve_max_length
 
     config = evaluation.config
     evaluation.folder.mkdir(exist_ok=True)
-    tokenizer, bound = _bound_tokenizer(evaluation)
+    tokenizer, bound = bound_tokenizer(config, evaluation.model, evaluation.trained, evaluation.allowed)
     file = evaluation.folder / f"{evaluation.when}.json"
     with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
         settings = HarnessSettings(
@@ -112,32 +115,6 @@ def evaluate(evaluation: Evaluation, started: float) -> None:
             _write_results(evaluation, results, bound | model.prompted(), model, file, started)
     if results.failed:
         raise _failure(results, file, resume_command(evaluation.run, evaluation.when))
-
-
-def check_contamination(evaluation: Evaluation) -> None:
-    """Look for the tasks' items and the validation part in the training documents, and write what was found."""
-    prepare_environment(is_offline=_is_local(evaluation))
-    check_run(evaluation.run, evaluation.config, evaluation.tasks)
-
-
-def _is_local(evaluation: Evaluation) -> bool:
-    """Return whether the tasks, the model and its tokenizer are all local, so that the hub is not needed."""
-    model = evaluation.config.model
-    is_model_local = model.path is not None and model.tokenizer is None
-    return is_model_local and all(task.has_own_data for task in evaluation.tasks)
-
-
-def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """Load the run's tokenizer and compare it with the training's; return it and the record of the comparison.
-
-    If the model needs the weights that the run started from, they are compared too.
-    """
-    config, trained = evaluation.config, evaluation.trained
-    tokenizer = load_padded_tokenizer(tokenizer_of_run(config.model, evaluation.model))
-    bound = check_bound(trained, tokenizer, config.dataset.system_prompt, evaluation.allowed)
-    if evaluation.model is None or is_adapter(evaluation.model):
-        bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, evaluation.allowed)]
-    return tokenizer, bound
 
 
 def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[str, Any]) -> RequestModel:

@@ -5,6 +5,7 @@ Evaluations and chats both load here, so that they get the same answers.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from tunebook.model.load import load_architecture, load_model, weights_folder
 from tunebook.model.tokenizer import has_padding_token, load_tokenizer
 from tunebook.model.tokenizer_files import has_vocabulary
 from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.record.model_origin import Origin, check_base, check_bound
 
 # Files that determine a model's answers, in addition to its weights and tokenizer.
 _HASHED = ("config.json", "generation_config.json", "adapter_config.json", "adapter_model.*")
@@ -73,12 +75,21 @@ def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
     return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date)
 
 
-def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can pad. Its end-of-text token replaces a missing padding token: padding is masked."""
-    tokenizer = load_tokenizer(model, is_padded=False)
+def bound_tokenizer(
+    config: RunConfig, folder: Path | None, trained: Origin | None, allowed: Collection[str] = ()
+) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
+    """Load a model's tokenizer and compare it with the training's; return it and the record of the comparison.
+
+    If the model needs the weights that the run started from, they are compared too. Raises: DataError for a difference
+    that is not in `allowed`.
+    """
+    tokenizer = load_tokenizer(tokenizer_of_run(config.model, folder), is_padded=False)
     if not has_padding_token(tokenizer):
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked
+    bound = check_bound(trained, tokenizer, config.dataset.system_prompt, allowed)
+    if folder is None or is_adapter(folder):
+        bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, allowed)]
+    return tokenizer, bound
 
 
 def load_to_answer(

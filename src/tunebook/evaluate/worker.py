@@ -22,7 +22,9 @@ from pathlib import Path
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
 from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError, TunebookError
-from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
+from tunebook.evaluate.contamination import check_run
+from tunebook.evaluate.evaluation import Evaluation, evaluate
+from tunebook.evaluate.harness import prepare_environment
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.results import AFTER
 from tunebook.evaluate.task_files import resolve_tasks
@@ -43,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         with quiet_libraries(request.run / LOG_FILE):
             evaluation = _evaluation_of(request)
             if request.when == CHECK:
-                check_contamination(evaluation)
+                prepare_environment(is_offline=evaluation.is_local)
+                check_run(evaluation.run, evaluation.config, evaluation.tasks)
                 return 0
             placement = place(evaluation.config, evaluation.model, request.processes)
             evaluation = replace(evaluation, placement=placement)
