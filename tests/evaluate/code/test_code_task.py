@@ -20,19 +20,11 @@ def code_of(name: str) -> CodeTask:
     return task.code
 
 
-def test_every_task_of_this_book() -> None:
-    assert sorted(book_task_files()) == [
-        "humaneval", "humaneval_64", "humaneval_64_instruct", "humaneval_instruct", "mbpp", "mbpp_fenced",
-        "mbpp_instruct", "small_python", "small_python_instruct",
-    ]  # fmt: skip
+def test_every_task_of_this_book_has_enough_samples_for_its_score() -> None:
     for name in book_task_files():
         code = code_of(name)
         assert max(code.pass_at_k) == code.num_samples == (64 if "_64" in name else 1)
-        assert code.time_limit_s == 3.0
         assert code.generation["do_sample"] is ("_64" in name)
-    assert [code_of(name).program for name in ("humaneval", "humaneval_instruct", "mbpp", "mbpp_instruct")] == [
-        "prompt_and_answer", "prompt_and_answer_to_fence", "answer", "first_block",
-    ]  # fmt: skip
 
 
 def test_samples_are_chosen() -> None:
