@@ -177,8 +177,8 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
         run="a/b", suite="quickstart", limit=3, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer"
     )
     assert asked.pop() == (expected, tmp_path)
-    run("eval", "a/b", "evaluation.code.num_samples=5", "--fresh", "--processes", "2")
-    expected = EvaluationRequest(run="a/b", code=["evaluation.code.num_samples=5"], is_fresh=True, processes=2)
+    run("eval", "a/b", "evaluation.code.num_samples=5", "--processes", "2")
+    expected = EvaluationRequest(run="a/b", code=["evaluation.code.num_samples=5"], processes=2)
     assert asked.pop() == (expected, Path("outputs"))
     code, _, said = run("eval", "suit=quick")
     assert code == 2

@@ -123,12 +123,11 @@ def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, console: Co
         num_fewshot=0,
         batch_size="auto",
         allow_mismatch="template,tokenizer",
-        is_fresh=True,
         processes=2,
         code=["evaluation.code.num_samples=3"],
     )
     evaluate_command(request, outputs, console)
-    words = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh", "--processes", "2"]
+    words = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--processes", "2"]
     assert worker.words[-len(words) :] == words
     expected = EvaluationConfig(
         tasks=worker.tasks, before=True, limit=7, num_fewshot=0, batch_size=None, code=CodeConfig(num_samples=3)

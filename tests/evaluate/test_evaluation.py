@@ -30,8 +30,8 @@ def answers(run: Path, when: str = "before") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "evaluation" / f"{when}-answers.jsonl").read_text().splitlines()]
 
 
-def evaluate(run: Path, *options: str, when: str = "before") -> int:
-    return worker.main(["--run", str(run), "--when", when, *options])
+def evaluate(run: Path, when: str = "before") -> int:
+    return worker.main(["--run", str(run), "--when", when])
 
 
 def test_every_kind_of_request_is_scored_as_by_hand(evaluated: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_record_describes_the_evaluation(evaluated: Path, known_folder: Path
     expected = {
         "when": "before", "model": f"{known_folder} (pretrained weights)", "limit": None, "device": "cpu",
         "harness_version": "0.4.13", "batch_size": 3, "failed": {}, "reused": [], "code": None, "contamination": None,
-        "baseline": None, "spread": {"text": "on the CPU, 1 process", "processes": 1, "is_sharded": False},
+        "baseline": None,
     }  # fmt: skip
     assert {key: content[key] for key in expected} == expected
     assert (len(content["samples"]), len(answers(evaluated))) == (5, 13)
@@ -77,12 +77,10 @@ def test_kept_answers_are_used_by_the_next_evaluation(
     evaluation = run / "evaluation"
     next(evaluation.glob("parts/whole_text-*")).unlink()
     assert evaluate(run, when="again") == 0
-    assert "kept answers were used for next_word, choice, continuation; --fresh" in capfd.readouterr().err
+    assert "kept answers were used for next_word, choice, continuation; without" in capfd.readouterr().err
     assert record(run, "again")["reused"] == ["next_word", "choice", "continuation"]
     assert record(run, "again")["tasks"] == record(run)["tasks"]
     assert answers(run, "again") == answers(run)
-    assert evaluate(run, "--fresh", when="fresh") == 0
-    assert record(run, "fresh")["reused"] == []
 
 
 @pytest.mark.usefixtures("quiet_harness")

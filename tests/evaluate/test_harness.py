@@ -103,9 +103,7 @@ def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) ->
 
 @pytest.fixture
 def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> RequestModel:
-    return RequestModel(
-        model, tokenizer, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={}, is_fresh=True
-    )
+    return RequestModel(model, tokenizer, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={})
 
 
 def run_harness(model: RequestModel, file: Path, limit: int | None = None) -> dict[str, Any]:

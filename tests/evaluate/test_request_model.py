@@ -20,10 +20,10 @@ def wrap(
 ) -> Callable[..., RequestModel]:
     """`wrap(4, seed=1)`: the known model, in batches of 4, with an identity."""
 
-    def make(batch_size: int | None, is_fresh: bool = True, **identity: Any) -> RequestModel:
+    def make(batch_size: int | None, **identity: Any) -> RequestModel:
         return RequestModel(
             known_model, known_tokenizer, batch_size=batch_size, compute_dtype=None, folder=tmp_path / "kept",
-            identity=identity, is_fresh=is_fresh,
+            identity=identity,
         )  # fmt: skip
 
     return make
@@ -55,10 +55,10 @@ def requests(kind: str, count: int, **generation: Any) -> list[Instance]:
 def test_auto_goes_down_until_it_fits_and_the_answers_stay(
     kind: str, wrap: Callable[..., RequestModel], known_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = getattr(wrap(1), kind)(requests(kind, 7))
+    expected = getattr(wrap(1, name=1), kind)(requests(kind, 7))
     small = SmallMemory(known_model.forward, num_rows=2)
     monkeypatch.setattr(known_model, "forward", small)
-    model = wrap(None)
+    model = wrap(None, name=2)
     answers = getattr(model, kind)(requests(kind, 7))
     if kind == "loglikelihood":
         assert [is_greedy for _, is_greedy in answers] == [is_greedy for _, is_greedy in expected]
@@ -73,19 +73,18 @@ def test_sampled_answers_do_not_depend_on_the_number_of_attempts(
     wrap: Callable[..., RequestModel], known_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled = requests("generate_until", 4, do_sample=True, temperature=1.0, max_gen_toks=8)
-    expected = wrap(1).generate_until(sampled)
+    expected = wrap(1, name=1).generate_until(sampled)
     monkeypatch.setattr(known_model, "forward", SmallMemory(known_model.forward, num_rows=1))
-    assert wrap(None).generate_until(sampled) == expected
+    assert wrap(None, name=2).generate_until(sampled) == expected
 
 
 def test_kept_answers_are_those_of_the_same_model_and_requests(wrap: Callable[..., RequestModel]) -> None:
-    answers = wrap(1, False, seed=1).generate_until(requests("generate_until", 3))
+    answers = wrap(1, seed=1).generate_until(requests("generate_until", 3))
     for model, others, is_reused in (
-        (wrap(4, False, seed=1), requests("generate_until", 3), True),  # the size of a batch changes no answer
-        (wrap(1, False, seed=2), requests("generate_until", 3), False),
-        (wrap(1, False, seed=1), requests("generate_until", 2), False),
-        (wrap(1, False, seed=1), requests("generate_until", 3, max_gen_toks=5), False),
-        (wrap(1, True, seed=1), requests("generate_until", 3), False),
+        (wrap(4, seed=1), requests("generate_until", 3), True),  # the size of a batch changes no answer
+        (wrap(1, seed=2), requests("generate_until", 3), False),
+        (wrap(1, seed=1), requests("generate_until", 2), False),
+        (wrap(1, seed=1), requests("generate_until", 3, max_gen_toks=5), False),
     ):
         assert model.generate_until(others)[:2] == answers[:2]
         assert bool(model.reused) is is_reused

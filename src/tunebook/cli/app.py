@@ -206,7 +206,6 @@ def evaluate(
             help="What may differ from the training: template, tokenizer, system_prompt, base, with commas; recorded.",
         ),
     ] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Evaluate finished tasks once more.")] = False,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
     ] = None,
@@ -231,7 +230,6 @@ def evaluate(
         batch_size=batch_size,
         allow_mismatch=allow_mismatch,
         code=code_words,
-        is_fresh=fresh,
         processes=processes,
     )
     outlive_readers()

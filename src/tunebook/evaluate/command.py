@@ -49,7 +49,6 @@ class EvaluationRequest:
     batch_size: str | None = None  # of requests, or auto
     allow_mismatch: str = ""  # comma-separated differences from training to allow
     code: list[str] = field(default_factory=list)  # overrides such as evaluation.code.num_samples=20
-    is_fresh: bool = False  # evaluate finished tasks once more
     processes: int | None = None  # that share the requests
 
 
@@ -58,7 +57,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
     the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`, and
-    the configuration; for another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
+    the configuration; for another model in `<outputs>/evaluations/<name>/`.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the worker's error.
     """
     if request.run is not None and request.model is not None:
@@ -93,7 +92,6 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     atomic_write_text(file, config_to_yaml(replace(config, evaluation=replace(settings, tasks=tasks))))
     options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
-    options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
     _report(file.with_suffix(".json"), end, when, console)

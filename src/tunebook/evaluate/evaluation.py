@@ -54,7 +54,6 @@ class Evaluation:
     tasks: list[Task]
     trained: Origin | None = None  # the training's tokenizer, template and system prompt; None: unknown
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
-    is_fresh: bool = False  # compute kept answers again
     placement: Placement = ONE_PROCESS
     process: int = 0  # of the placement's processes; the first writes the results
 
@@ -137,7 +136,6 @@ def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[s
             "harness_version": version("lm_eval"),
             "on_gpu": uses_gpu(config),
         },
-        is_fresh=evaluation.is_fresh,
         process=evaluation.process,
         num_processes=placement.num_processes,
     )
@@ -166,7 +164,9 @@ def _run_tasks(
         results.finished.append(task)
         evaluation.report(f"{name}: {time.monotonic() - started:.0f} s")
     if model.reused:
-        evaluation.report(f"kept answers were used for {', '.join(model.reused)}; --fresh computes them again")
+        evaluation.report(
+            f"kept answers were used for {', '.join(model.reused)}; without {model.folder} they are computed again"
+        )
     return results
 
 
@@ -190,7 +190,7 @@ def _write_results(
     evaluation: Evaluation, results: _Results, bound: dict[str, Any], model: RequestModel, file: Path, started: float
 ) -> None:
     """Have the programs judged; write the record and every answer."""
-    config, placement = evaluation.config.evaluation, evaluation.placement
+    config = evaluation.config.evaluation
     code = judge_programs(
         results.merged,
         [task.source for task in results.finished],
@@ -216,11 +216,6 @@ def _write_results(
         "seeds": SEEDS,
         "limit": config.limit,
         "batch_size": "auto" if config.batch_size is None else config.batch_size,
-        "spread": {
-            "text": placement.text,
-            "processes": placement.num_processes,
-            "is_sharded": placement.is_sharded,
-        },
         "reused": model.reused,
         "code": code,
         "answer_faults": count_faults(answers, lambda text: len(model.tok_encode(text, add_special_tokens=False))),

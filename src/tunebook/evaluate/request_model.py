@@ -48,7 +48,6 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         compute_dtype: torch.dtype | None,
         folder: Path,
         identity: dict[str, Any],
-        is_fresh: bool = False,
         process: int = 0,
         num_processes: int = 1,
     ) -> None:
@@ -65,7 +64,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         assert model.generation_config is not None
         model.generation_config.eos_token_id = self._ends = stop_ids(model, tokenizer)
         self._requested_size = batch_size  # None: the largest that fits
-        self._folder, self._identity, self._is_fresh = folder, identity, is_fresh
+        self.folder, self._identity = folder, identity
         self._process, self._num_processes = process, num_processes
         self.reused: list[str] = []  # tasks whose answers were kept
 
@@ -101,14 +100,14 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
 
     def _of_task(self, kind: str, task: str, requests: Sequence[Instance]) -> list[Any]:
         key = sha256_text(json.dumps([self._identity, kind, [request.args for request in requests]], default=str))
-        file = self._folder / f"{_NOT_IN_NAMES.sub('-', task)}-{key[:16]}.json"
+        file = self.folder / f"{_NOT_IN_NAMES.sub('-', task)}-{key[:16]}.json"
         # Another evaluation may write the file now, so that only some processes see it.
-        if not self._is_fresh and all(gather_object([file.is_file()])):
+        if all(gather_object([file.is_file()])):
             self.reused.append(task)
             return [tuple(answer) if isinstance(answer, list) else answer for answer in read_json(file)]
         answers = self._compute(kind, requests)
         if self._process == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             atomic_write_text(file, json.dumps(answers))
         return answers
 

@@ -94,16 +94,9 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
 
 
 def choose_samples(answers: list[Answer]) -> list[dict[str, Any]]:
-    """Choose a few answers by their prompts' hashes, so that they are the same before and after training.
-
-    If all chosen answers are right although some answer is wrong, a wrong one replaces the last.
-    """
+    """Choose a few answers by their prompts' hashes, so that they are the same before and after training."""
     ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
-    chosen = ordered[:NUM_SAMPLES]
-    wrong = [answer for answer in ordered if answer.correct is False]
-    if wrong and all(answer.correct for answer in chosen):
-        chosen[-1] = wrong[0]
-    return [asdict(answer) for answer in chosen]
+    return [asdict(answer) for answer in ordered[:NUM_SAMPLES]]
 
 
 def _main_metric(name: str, results: dict[str, Any]) -> str | None:

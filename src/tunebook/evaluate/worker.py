@@ -103,7 +103,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
-    parser.add_argument("--fresh", action="store_true", help="compute kept answers once more")
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
     parser.add_argument("--config", type=Path, help="a configuration with other tasks, or of a model without a run")
@@ -127,5 +126,4 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         tasks=resolve_tasks(config.evaluation),
         trained=origin_of(run) if (run / RUN_FILE).is_file() else read_origin(model) if model is not None else None,
         allowed=tuple(request.allow_mismatch),
-        is_fresh=request.fresh,
     )
