@@ -204,6 +204,13 @@ def test_eval_takes_tasks(run, monkeypatch, words, tasks):
     assert asked[0].tasks == tasks
 
 
+@pytest.mark.parametrize("words", ["eval run=a model=b", "chat run=a model=b", "fetch suite=a tasks=b"])
+def test_settings_that_exclude_each_other_are_refused(run, words):
+    code, _, message = run(*words.split())
+    assert code == 2
+    assert "exclude each other" in message
+
+
 def test_chat_passes_its_options(run, monkeypatch, tmp_path):
     from tunebook.evaluate.chat import Sampling
 

@@ -160,8 +160,6 @@ def test_a_model_without_a_run_has_a_folder_of_its_own(
 @pytest.mark.parametrize(
     ("request_", "problem_id"),
     [
-        (asked(run="a", model="b"), "run-and-model"),
-        (asked(suite="quickstart", tasks=["a", "b"]), "suite-and-tasks"),
         (asked(tasks=[]), "no-tasks"),
         (asked(batch_size="big"), "batch-size"),
         (asked(allow_mismatch="prompt"), "unknown-mismatch"),

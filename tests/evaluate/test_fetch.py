@@ -85,7 +85,6 @@ def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.Monkey
     ("asked", "problem_id"),
     [
         ({"suite": None, "tasks": None}, "nothing-to-fetch"),
-        ({"suite": "leaderboard", "tasks": ["gsm8k"]}, "suite-and-tasks"),
         ({"suite": "leaderbord", "tasks": None}, "unknown-suite"),
     ],
 )

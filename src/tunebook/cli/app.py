@@ -58,7 +58,7 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
     """`key=value` words of a command that composes nothing; a single bare word is the first key's value.
 
-    Raises: RequestError for an unknown key, with the nearest, and for a key that is set twice.
+    Raises: RequestError for an unknown key, with the nearest, a key that is set twice, and two that exclude each other.
     """
     given: dict[str, str] = {}
     for word in words or []:
@@ -75,6 +75,12 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
                 f"'{word}' sets {key} once more, after {key}={given[key]}; type one of them", problem_id="setting-twice"
             )
         given[key] = value
+    for first, second in (("run", "model"), ("suite", "tasks")):
+        if first in given and second in given:
+            raise RequestError(
+                f"{first}={given[first]} and {second}={given[second]} exclude each other; type one of them",
+                problem_id=f"{first}-and-{second}",
+            )
     return given
 
 
@@ -287,8 +293,6 @@ def chat(
     from tunebook.train.image import refuse_wrong_image
 
     given = settings(words, ("run", "model"))
-    if len(given) == 2:
-        raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
     target = next(iter(given.values()), LATEST)
     refuse_wrong_image()
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

@@ -21,7 +21,7 @@ from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.results import BEFORE
 from tunebook.evaluate.target import bare_config, find_target, results_folder
-from tunebook.evaluate.task_files import refuse_suite_and_tasks, suite_settings
+from tunebook.evaluate.task_files import suite_settings
 from tunebook.files import atomic_write_text, read_json
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
@@ -60,12 +60,6 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     the configuration; for another model in `<outputs>/evaluations/<name>/`.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the worker's error.
     """
-    if request.run is not None and request.model is not None:
-        raise RequestError(
-            f"run={request.run} and model={request.model} exclude each other; type one of them",
-            problem_id="run-and-model",
-        )
-    refuse_suite_and_tasks(request.suite, request.tasks)
     allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
     target = find_target(request.model or request.run or LATEST, outputs, is_model=request.model is not None)

@@ -21,7 +21,7 @@ from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.harness import load_tasks, prepare_environment
-from tunebook.evaluate.task_files import refuse_suite_and_tasks, resolve_task, suite_settings
+from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.terminal import print_text, quiet_libraries
 
 
@@ -38,7 +38,6 @@ def fetch_command(
 
     Raises: RequestError for an unknown name, for what cannot be fetched, and for tasks that cannot be loaded.
     """
-    refuse_suite_and_tasks(suite, tasks)
     is_run = recipe is not None or bool(overrides)
     if not is_run and suite is None and not tasks:
         raise RequestError(

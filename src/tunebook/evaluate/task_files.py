@@ -119,15 +119,6 @@ def refuse_code(name: str) -> RequestError:
     )
 
 
-def refuse_suite_and_tasks(suite: str | None, tasks: list[str] | None) -> None:
-    """Raises: RequestError if both are named."""
-    if suite is not None and tasks is not None:
-        raise RequestError(
-            f"suite={suite} and tasks={','.join(tasks)} exclude each other; type one of them",
-            problem_id="suite-and-tasks",
-        )
-
-
 def suite_settings(name: str) -> EvaluationConfig:
     """Return a suite's evaluation settings. Raises: RequestError for an unknown suite, with the nearest name."""
     suites: dict[str, Any] = {}
