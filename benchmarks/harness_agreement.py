@@ -88,7 +88,7 @@ def linked(model: Path, folder: Path, *, has_template: bool) -> Path:
 def evaluate_here(model: Path, tasks: Path, outputs: Path) -> tuple[Items, Line]:
     """Evaluate by `tunebook eval`; returns the items and the scores."""
     files = ",".join(str(tasks / f"{name}.yaml") for name in TASKS)
-    run(["tunebook", "eval", f"model={model}", f"tasks={files}", "--fresh", "--outputs", str(outputs)], outputs)
+    run(["tunebook", "eval", f"model={model}", f"tasks={files}", "--outputs", str(outputs)], outputs)
     records = [file for file in outputs.glob("evaluations/*/evaluation/*.json") if "tasks" in file.read_text()]
     file = max(records, key=lambda file: file.stat().st_mtime)
     items: Items = {}

@@ -140,8 +140,8 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
         run="a/b", suite="quickstart", limit=3, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer"
     )
     assert asked.pop() == (expected, tmp_path)
-    run("eval", "a/b", "evaluation.code.num_samples=5", "--fresh", "--processes", "2")
-    expected = EvaluationRequest(run="a/b", code=["evaluation.code.num_samples=5"], is_fresh=True, processes=2)
+    run("eval", "a/b", "evaluation.code.num_samples=5", "--processes", "2")
+    expected = EvaluationRequest(run="a/b", code=["evaluation.code.num_samples=5"], processes=2)
     assert asked.pop() == (expected, Path("outputs"))
     code, _, said = run("eval", "suit=quick")
     assert code == 2
@@ -151,6 +151,13 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
 def test_eval_takes_tasks():
     assert task_names({"tasks": "[gsm8k,ifeval]"}) == task_names({"tasks": "gsm8k, ifeval"}) == ["gsm8k", "ifeval"]
     assert (task_names({"tasks": ""}), task_names({})) == ([], None)
+
+
+@pytest.mark.parametrize("words", ["eval run=a model=b", "chat run=a model=b", "fetch suite=a tasks=b"])
+def test_settings_that_exclude_each_other_are_refused(run, words):
+    code, _, message = run(*words.split())
+    assert code == 2
+    assert "exclude each other" in message
 
 
 PROGRAM = """

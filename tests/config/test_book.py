@@ -36,10 +36,3 @@ def test_paths_inside_and_outside(project_root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert book.resolve_path("book:recipes/x") == project_root / "recipes" / "x"
     assert book.resolve_path("x.jsonl") == tmp_path / "x.jsonl"
-
-
-def test_problems_are_named_behind_a_task_and_a_path_may_hold_the_sign(tmp_path):
-    assert book.problems_of("humaneval@data/a@b.jsonl") == "data/a@b.jsonl"
-    assert [book.problems_of(task) for task in ("humaneval", "me@home/task.yaml", "book:a@b")] == [None] * 3
-    placed = book.problems_of(book.placed("humaneval@x.jsonl", tmp_path))
-    assert book.resolve_path(placed) == tmp_path / "x.jsonl"

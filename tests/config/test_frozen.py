@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tunebook.config.book import as_word, placed, problems_of, resolve_path
+from tunebook.config.book import placed, resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config, typed_in
 from tunebook.config.identity import config_hash
@@ -18,7 +18,7 @@ from tunebook.config.schema import RunConfig
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
             "model.chat_template=my.jinja", "model.tokenizer=m/words",
-            "evaluation.tasks=[gsm8k,my.yaml,humaneval@my.jsonl.gz]"]  # fmt: skip
+            "evaluation.tasks=[gsm8k,my.yaml]"]  # fmt: skip
 
 
 @pytest.fixture
@@ -49,7 +49,6 @@ def test_a_run_finds_its_files_from_another_folder(work: Path, tmp_path: Path, m
     texts.append(read.evaluation.tasks[1])
     names = ["m/base", "my.jinja", "m/words", "chats/*.jsonl", "held_out.jsonl", "my.yaml"]
     assert [resolve_path(text) for text in texts if text is not None] == [work / name for name in names]
-    assert resolve_path(problems_of(read.evaluation.tasks[2]) or "") == work / "my.jsonl.gz"
     assert resolve_path(read.evaluation.tasks[0]) == tmp_path / "gsm8k", "a name, and no file of that folder"
     assert typed_in(read) == work
 
@@ -81,12 +80,6 @@ def test_a_placed_path_is_its_text_and_survives_copies(tmp_path: Path) -> None:
     for other in (copy.deepcopy(path), pickle.loads(pickle.dumps(path))):
         assert resolve_path(other) == tmp_path / "m" / "base"
     assert resolve_path(placed("/m/base", tmp_path)) == Path("/m/base")
-
-
-def test_placed_path_is_absolute_for_another_process(tmp_path: Path) -> None:
-    assert as_word(placed("my.yaml", tmp_path)) == str(tmp_path / "my.yaml")
-    assert as_word(placed("humaneval@my.jsonl", tmp_path)) == f"humaneval@{tmp_path}/my.jsonl"
-    assert as_word("my.yaml") == "my.yaml"
 
 
 @pytest.mark.parametrize("title", ["ends: in # a mark", "two\nlines", "'\"\\"])

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,19 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tunebook.config.choices import Attention, Compute, Generation, MasterWeights, PackingMode, Weights
-from tunebook.config.compose import compose
-from tunebook.config.frozen import config_to_yaml
-from tunebook.config.schema import EvaluationConfig, ModelConfig, RunConfig
+from tunebook.config.choices import Attention, Compute, Contamination, Generation, MasterWeights, PackingMode, Weights
+from tunebook.config.frozen import config_to_yaml, plain_config
+from tunebook.config.schema import (
+    AttentionConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    HardwareConfig,
+    ModelConfig,
+    PackingConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from tunebook.evaluate import worker
 from tunebook.evaluate.harness import prepare_environment
 
 _CHANGED = (
@@ -32,13 +40,18 @@ _CHANGED = (
 )  # fmt: skip
 
 
+def set_harness_environment(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Set the environment of a worker, and restore it with the patch."""
+    for name in _CHANGED:
+        patch.setenv(name, "0")
+    patch.setenv("NLTK_DATA", str(folder / "nltk_data"))
+    prepare_environment(is_offline=True)
+
+
 @pytest.fixture
 def quiet_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a worker, taken back after the test."""
-    for name in _CHANGED:
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
-    prepare_environment(is_offline=True)
+    """The environment of a worker, restored after the test."""
+    set_harness_environment(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -94,21 +107,18 @@ NEXT = {
 
 @pytest.fixture
 def known_model() -> PreTrainedModel:
-    """A real Qwen2 that does nothing but look up the last word: its one layer is zero, its head is the table above."""
+    """A real Qwen2 that looks up the last word: its layer is zero, its head is the table above."""
+    return make_known_model()
+
+
+def make_known_model() -> PreTrainedModel:
+    """Make the model of the fixture `known_model`."""
     num_words = len(VOCABULARY)
     config = Qwen2Config(
-        vocab_size=num_words,
-        hidden_size=num_words,
-        intermediate_size=num_words,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+        vocab_size=num_words, hidden_size=num_words, intermediate_size=num_words, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     logits = torch.zeros(num_words, num_words)
     for row, word in zip(logits, VOCABULARY, strict=True):
@@ -123,7 +133,7 @@ def known_model() -> PreTrainedModel:
     return model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def known_tokenizer() -> PreTrainedTokenizerBase:
     """A token per word of the known model; no chat template."""
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
@@ -132,55 +142,84 @@ def known_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
 
 
+@pytest.fixture(scope="session")
+def known_folder(tmp_path_factory: pytest.TempPathFactory, known_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The known model on disk; not to be changed."""
+    folder = tmp_path_factory.mktemp("known")
+    make_known_model().save_pretrained(folder)
+    known_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def copy_tasks(folder: Path) -> None:
+    """Copy the task files in the folder tasks/ next to this file, with their data."""
+    folder.mkdir(exist_ok=True)
+    for file in (Path(__file__).parent / "tasks").iterdir():
+        text = file.read_text().replace("FOLDER", str(folder)).replace("CACHE", str(folder / "cache"))
+        (folder / file.name).write_text(text)
+
+
 @pytest.fixture
 def task_file(tmp_path: Path) -> Callable[[str], Path]:
-    """`task_file("choice")`: a copy of the task in the folder tasks/ beside this, with its data."""
-    source, folder = Path(__file__).parent / "tasks", tmp_path / "tasks"
+    """`task_file("choice")`: a copy of the task in the folder tasks/ next to this file, with its data."""
+    copy_tasks(tmp_path / "tasks")
+    return lambda name: tmp_path / "tasks" / f"{name}.yaml"
 
-    def copy(name: str) -> Path:
-        folder.mkdir(exist_ok=True)
-        for data in source.glob("*.jsonl"):
-            if not (folder / data.name).exists():
-                (folder / data.name).write_text(data.read_text())
-        text = (source / f"{name}.yaml").read_text()
-        file = folder / f"{name}.yaml"
-        file.write_text(text.replace("FOLDER", str(folder)).replace("CACHE", str(tmp_path / "cache")))
-        return file
 
-    return copy
+def write_run(folder: Path, model: Path, tasks: list[Path], **settings: object) -> Path:
+    """Write a run folder whose training starts from a model, with these tasks."""
+    folder.mkdir(exist_ok=True)
+    evaluation = EvaluationConfig(
+        tasks=[str(file) for file in tasks],
+        contamination=Contamination.disabled,
+        **settings,  # type: ignore[arg-type]
+    )
+    config = cpu_run(model=ModelConfig(path=str(model), weights=Weights.pretrained), evaluation=evaluation)
+    (folder / "run.yaml").write_text(config_to_yaml(config))
+    return folder
+
+
+@pytest.fixture
+def known_run(tmp_path: Path, known_folder: Path) -> Callable[..., Path]:
+    """`known_run(files, batch_size=2)`: a run folder whose training starts from the known model, with these tasks."""
+    return lambda tasks, **settings: write_run(tmp_path / "run", known_folder, tasks, **settings)
+
+
+QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
+
+
+def cpu_run(**sections: object) -> RunConfig:
+    """The quickstart's model and data in fp32 on a CPU; `sections` replace parts of the configuration."""
+    usual = {
+        "recipe": "quickstart",
+        "model": ModelConfig(path="book:recipes/quickstart/model", weights=Weights.random),
+        "dataset": DatasetConfig(path="book:recipes/quickstart/data/train.jsonl"),
+        "attention": AttentionConfig(implementation=Attention.sdpa),
+        "precision": PrecisionConfig(compute=Compute.fp32, master_weights=MasterWeights.fp32),
+        "packing": PackingConfig(mode=PackingMode.isolated),
+        "hardware": HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
+        "evaluation": EvaluationConfig(tasks=[QUICKSTART]),
+    }
+    return plain_config(**usual | sections)
 
 
 @pytest.fixture(scope="session")
 def cpu_config() -> RunConfig:
-    """The quickstart, resolved for a CPU."""
-    config = compose("quickstart", []).config
-    config.attention.implementation = Attention.sdpa
-    config.precision.compute = Compute.fp32
-    config.precision.master_weights = MasterWeights.fp32
-    config.packing.mode = PackingMode.isolated
-    config.hardware.generation = Generation.cpu
-    return config
+    """The quickstart's model and data in fp32 on a CPU; not to be changed."""
+    return cpu_run()
 
 
-@pytest.fixture
-def known_run(
-    tmp_path: Path, known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, cpu_config: RunConfig
-) -> Callable[..., Path]:
-    """`known_run(files, batch_size=2)`: a run folder whose training starts from the known model, with these tasks."""
+KINDS = ("next_word", "choice", "continuation", "whole_text")  # one task for each kind of request
 
-    def make(files: list[Path], **settings: object) -> Path:
-        folder = tmp_path / "known"
-        if not folder.exists():
-            known_model.save_pretrained(folder)
-            known_tokenizer.save_pretrained(folder)
-        config = replace(
-            cpu_config,
-            model=ModelConfig(path=str(folder), weights=Weights.pretrained),
-            evaluation=EvaluationConfig(tasks=[str(file) for file in files], **settings),  # type: ignore[arg-type]
-        )
-        run = tmp_path / "run"
-        run.mkdir(exist_ok=True)
-        (run / "run.yaml").write_text(config_to_yaml(config))
-        return run
 
-    return make
+@pytest.fixture(scope="session")
+def evaluated(tmp_path_factory: pytest.TempPathFactory, known_folder: Path) -> Path:
+    """A run folder in which the known model was evaluated once, on a task of each kind; not to be changed."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    copy_tasks(folder / "tasks")
+    tasks = [folder / "tasks" / f"{kind}.yaml" for kind in KINDS]
+    run = write_run(folder / "run", known_folder, tasks, batch_size=3)
+    with pytest.MonkeyPatch.context() as patch:
+        set_harness_environment(patch, folder)
+        assert worker.main(["--run", str(run), "--when", "before"]) == 0
+    return run

@@ -1,10 +1,9 @@
-"""`tunebook eval` up to its worker, which is stood in for; what the worker does is tried in test_worker.py."""
+"""`tunebook eval` up to its worker, which a stand-in replaces; test_worker.py tests the worker."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.evaluate.conftest import QUICKSTART, cpu_run
 from tunebook.config.book import resolve_path
-from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, TunebookError
@@ -21,14 +20,13 @@ from tunebook.evaluate import command
 from tunebook.evaluate.command import (
     EvaluationRequest,
     evaluate_command,
-    score_table,
+    show_scores,
     worker_error,
 )
 from tunebook.launch.supervise import ProcessEnd
 from tunebook.record.model_origin import ORIGIN_FILE
 
 MakeRun = Callable[..., Path]
-QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
 
 
 class Worker:
@@ -75,18 +73,11 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def run_yaml() -> str:
-    config = compose("quickstart", []).config
-    config.hardware.gpus_per_node = 1
-    return config_to_yaml(config)
-
-
 @pytest.fixture
-def run(make_run: MakeRun, run_yaml: str) -> Path:
+def run(make_run: MakeRun) -> Path:
     """A finished run of the quickstart, which evaluates its own task."""
     run = make_run("quickstart", 5)
-    (run / "run.yaml").write_text(run_yaml)
+    (run / "run.yaml").write_text(config_to_yaml(cpu_run()))
     model_folder(run / "model")
     return run
 
@@ -132,64 +123,45 @@ def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, console: Co
         num_fewshot=0,
         batch_size="auto",
         allow_mismatch="template,tokenizer",
-        is_fresh=True,
         processes=2,
         code=["evaluation.code.num_samples=3"],
     )
     evaluate_command(request, outputs, console)
-    words = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh", "--processes", "2"]
+    words = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--processes", "2"]
     assert worker.words[-len(words) :] == words
-    expected = load_config(run / "run.yaml").evaluation
-    expected = replace(expected, limit=7, num_fewshot=0, batch_size=None, code=CodeConfig(num_samples=3))
-    assert worker.settings == replace(expected, tasks=worker.tasks)
+    expected = EvaluationConfig(
+        tasks=worker.tasks, before=True, limit=7, num_fewshot=0, batch_size=None, code=CodeConfig(num_samples=3)
+    )
+    assert worker.settings == expected
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
 
 
+@pytest.mark.parametrize("is_exported", [False, True])
 def test_a_model_without_a_run_has_a_folder_of_its_own(
-    tmp_path: Path, outputs: Path, console: Console, worker: Worker, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, outputs: Path, console: Console, worker: Worker, is_exported: bool
 ) -> None:
     model = model_folder(tmp_path / "some model")
-    for request in (asked(model=str(model), tasks=[QUICKSTART]), asked(run=str(model), tasks=[QUICKSTART])):
-        evaluate_command(request, outputs, console)
-        folder = Path(worker.value("--run"))
-        assert folder.parent == outputs / "evaluations"
-        assert folder.name.startswith("some-model-")
-        assert worker.value("--model") == str(model)
-        assert load_config(Path(worker.value("--config"))).model.path == str(model)
-        assert "without a run: nothing to compare with" in capsys.readouterr().err
-
-
-def test_an_exported_model_says_whose_it_is_and_brings_its_prompt_and_recipe(
-    tmp_path: Path, outputs: Path, console: Console, worker: Worker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = {
-        "format": 1, "run": "quickstart/now", "recipe": "quickstart", "config_sha256": "c", "tokenizer_sha256": "t",
-        "chat_template_sha256": "t", "system_prompt": "Be short.", "system_prompt_sha256": "s",
-    }  # fmt: skip
-    exported = model_folder(tmp_path / "exported")
-    (exported / ORIGIN_FILE).write_text(json.dumps(said))
-    evaluate_command(asked(model=str(exported), suite="quickstart"), outputs, console)
+    if is_exported:
+        origin = {
+            "format": 1, "run": "quickstart/now", "recipe": "quickstart", "config_sha256": "c", "tokenizer_sha256": "t",
+            "chat_template_sha256": "t", "system_prompt": "Be short.", "system_prompt_sha256": "s",
+        }  # fmt: skip
+        (model / ORIGIN_FILE).write_text(json.dumps(origin))
+    evaluate_command(asked(model=str(model), suite="quickstart"), outputs, console)
+    assert Path(worker.value("--run")).parent == outputs / "evaluations"
+    assert worker.value("--model") == str(model)
     config = load_config(Path(worker.value("--config")))
-    assert (config.dataset.system_prompt, config.recipe) == ("Be short.", "quickstart")
+    assert config.model.path == str(model)
+    expected = ("Be short.", "quickstart") if is_exported else (None, None)
+    assert (config.dataset.system_prompt, config.recipe) == expected
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
-    assert "from the run quickstart/now" in capsys.readouterr().err
-
-
-def test_a_model_without_a_run_names_its_tasks(tmp_path: Path, outputs: Path, console: Console, worker: Worker) -> None:
-    model = model_folder(tmp_path / "model")
-    with pytest.raises(RequestError, match=rf"{model} names no tasks of its own.*tasks=gsm8k") as raised:
-        evaluate_command(asked(model=str(model)), outputs, console)
-    assert raised.value.problem_id == "no-tasks"
 
 
 @pytest.mark.parametrize(
     ("request_", "problem_id"),
     [
-        (asked(run="a", model="b"), "run-and-model"),
-        (asked(suite="quickstart", tasks=["a", "b"]), "suite-and-tasks"),
         (asked(tasks=[]), "no-tasks"),
         (asked(batch_size="big"), "batch-size"),
-        (asked(batch_size="0"), "batch-size"),
         (asked(allow_mismatch="prompt"), "unknown-mismatch"),
         (asked(suite="leaderbord"), "unknown-suite"),
     ],
@@ -241,31 +213,29 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
     assert killed.exit_code == 1
 
 
-def record(when: str, value: float, **more: Any) -> dict[str, Any]:
+def record(when: str, value: float) -> dict[str, Any]:
     task = {
         "metric": "exact_match", "value": value, "stderr": 0.025, "num_items": 8, "higher_is_better": True,
         "groups": {"reverse": {"value": value, "num_items": 4}},
     }  # fmt: skip
     baseline = {"name": "look-up", "value": 0.08}
-    return {
-        "when": when,
-        "tasks": {"words": task | more},
-        "baseline": baseline,
-        "bound": {"mismatches": []},
-        "contamination": None,
-    }
+    content = {"when": when, "tasks": {"words": task}, "baseline": baseline, "contamination": None}
+    return content | {"bound": {"mismatches": []}}
 
 
-def shown(*records: dict[str, Any]) -> str:
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(score_table(list(records)))
-    return capture.get()
-
-
-def test_the_table_of_two_evaluations_shows_their_difference_with_its_error() -> None:
-    lines = shown(record("before", 0.0), record("after", 0.9375)).splitlines()
+def test_two_evaluations_are_shown_with_their_difference_and_its_error(console: Console, tmp_path: Path) -> None:
+    show_scores([record("before", 0.0), record("after", 0.9375)], tmp_path, console)
+    lines = console.export_text().splitlines()
     assert [line for line in lines if "words (exact_match)" in line and "+93.8 ± 3.5 points" in line]
     # the group's own error: sqrt(0.9375 x 0.0625 / 3), and none at 0
     assert [line for line in lines if "reverse" in line and "+93.8 ± 14.0 points" in line]
-    assert "change" not in shown(record("after", 0.9375))
+
+
+def test_more_faulty_answers_than_before_the_training_are_a_warning(console: Console, tmp_path: Path) -> None:
+    counts = {"num_answers": 100, "empty": 0, "looping": 0, "endless": 0, "examples": {}}
+    (tmp_path / "evaluation").mkdir()
+    before = record("before", 0.5) | {"answer_faults": {"words": counts}}
+    (tmp_path / "evaluation" / "before.json").write_text(json.dumps(before))
+    faulty = {**counts, "empty": 50, "examples": {"empty": {"item": 1, "end": ""}}}
+    show_scores([record("after", 0.5) | {"answer_faults": {"words": faulty}}], tmp_path, console)
+    assert "warning: words: 50.0% (50 of 100) of the answers after training are empty" in console.export_text()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.evaluate.conftest import cpu_run
 from tunebook.config.choices import Contamination
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, RunConfig
@@ -26,9 +26,9 @@ from tunebook.evaluate.contamination import (
     with_scores,
     words_of,
 )
-from tunebook.evaluate.harness import LoadedTask
+from tunebook.evaluate.harness import LoadedTask, load_tasks
 from tunebook.evaluate.results import Answer
-from tunebook.evaluate.task_files import Task
+from tunebook.evaluate.task_files import Task, read_task_file
 from tunebook.record.contamination import KINDS, is_checked, refuse_contaminated
 
 MakeRun = Callable[..., tuple[Path, RunConfig]]
@@ -40,7 +40,6 @@ MakeRun = Callable[..., tuple[Path, RunConfig]]
         ("The CAT's  state-of-the-art,\n\thas_close()!", "the cat s state of the art has close"),
         ("\ufb01ne \uff21\uff22\uff23 \u2460 Stra\u00dfe", "fine abc 1 stra\u00dfe"),
         ("\u5317\u4eac\u662f 3.5 ok", "\u5317 \u4eac \u662f 3 5 ok"),
-        ("\u2026 -- !", ""),
     ],
 )  # fmt: skip
 def test_words_are_without_case_punctuation_and_white_space(text: str, words: str) -> None:
@@ -84,7 +83,7 @@ def test_a_shared_passage_is_no_whole_question_but_passage_and_question_are() ->
     assert apart == ["shared_passage", "shared_passage"], "both must be in one document"
 
 
-def test_the_words_of_two_turns_or_two_documents_are_no_run() -> None:
+def test_words_are_not_consecutive_over_turns_or_documents() -> None:
     assert kinds([(words(0, 20),)], [[words(0, 10), words(10, 10)], [words(0, 12)], [words(12, 8)]]) == ["clean"]
 
 
@@ -130,33 +129,29 @@ class HarnessTask:
 
 
 def questions_of(task: Any, limit: int | None = None) -> list[Question]:
-    return loaded_questions([LoadedTask(source=Task(name="task"), found={"tasks": {"task": task}})], limit)["task"]
+    loaded = LoadedTask(source=Task(name="task"), content={"tasks": {"task": task}})
+    return loaded_questions([loaded], limit)["task"]
 
 
-def test_a_passage_and_its_question_are_apart_from_their_template() -> None:
+def test_the_fields_of_the_prompt_are_the_question() -> None:
     passage = "A passage about a king of old days"
     docs = [{"passage": passage, "question": text, "idx": 3} for text in ("was the king old", "is it a king")]
     task = HarnessTask(docs, "{passage}\nQuestion: {question}?\nAnswer:")
     assert questions_of(task) == [(passage, "was the king old"), (passage, "is it a king")]
     assert len(questions_of(task, 1)) == 1
-
-
-def test_choices_are_no_part_of_the_question_and_a_subject_does_not_decide() -> None:
+    # Neither the choices nor a short subject belong to it.
     docs = [{"question": "Which planet is the largest of all?", "subject": "space", "choices": ["Mars", "Jupiter"]}]
     task = HarnessTask(docs, "About {subject}: {question}\nA. {choices[0]}\nB. {choices[1]}")
     assert questions_of(task) == [("Which planet is the largest of all?",)]
 
 
-def test_a_prompt_of_no_field_is_the_question_and_without_a_prompt_all_fields_are() -> None:
+def test_a_prompt_without_a_field_is_the_question_and_without_a_prompt_all_fields_are() -> None:
     def fail(doc: dict[str, Any]) -> str:
         raise KeyError("no such field")
 
     numbers = HarnessTask([{"numbers": [3, 4]}], lambda doc: "what is {} and {}".format(*doc["numbers"]))
     assert questions_of(numbers) == [("what is 3 and 4",)]
-    for text in (lambda doc: "", fail):
-        assert questions_of(HarnessTask([{"page": "some text to be read", "id": "7"}], text)) == [
-            ("some text to be read",)
-        ]
+    assert questions_of(HarnessTask([{"page": "some text to be read", "id": "7"}], fail)) == [("some text to be read",)]
 
 
 def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
@@ -188,7 +183,6 @@ def test_each_kind_of_item_has_its_mean_and_error() -> None:
     assert found == {"not_checked": None, "tasks": {"t": {"num_items": 6, "scores": scores}}}
 
 
-NUM_DEV, NUM_SHARED = 60, 12  # questions, of which the first are about a passage of the train part
 TASK = """\
 task: passages
 dataset_path: json
@@ -204,147 +198,103 @@ metadata: {{version: 1.0}}
 """
 
 
-@dataclass(frozen=True)
-class Passages:
-    """Questions about passages in the form of BoolQ: files to train on, and a task of the dev part."""
+def question(passage: int, number: int) -> dict[str, Any]:
+    """A question about a passage, in the form of BoolQ."""
+    return {"passage": words(100 * passage, 60), "question": f"is {words(10**6 + 10 * number, 5)}", "label": 0}
 
-    folder: Path
-    dev: list[dict[str, Any]]
-    train: list[dict[str, Any]]
 
-    @property
-    def task(self) -> Path:
-        return self.folder / "passages.yaml"
+TRAIN = [question(number, number) for number in range(50)]
+DEV = [question(number if number < 4 else 100 + number, 1000 + number) for number in range(20)]  # 4 passages of TRAIN
 
-    def write(self, name: str, questions: Iterable[dict[str, Any]]) -> Path:
-        """Write questions as conversations, in another order and with other words around them than the task's."""
-        file = self.folder / name
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": f"{one['question']}?\n\nRead this first: {one['passage'].upper()}"},
-                    {"role": "assistant", "content": ("No.", "Yes.")[one["label"]]},
-                ]
-            }
-            for one in questions
-        ]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return file
+
+def write_conversations(file: Path, questions: Iterable[dict[str, Any]]) -> Path:
+    """Write questions in another order and with other words around them than the task's."""
+    texts = [f"{row['question']}?\n\nRead this first: {row['passage'].upper()}" for row in questions]
+    turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in texts]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    return file
 
 
 @pytest.fixture
-def passages(tmp_path: Path, quiet_harness: None) -> Passages:
-    drawn = random.Random(7)
-    known = [f"{first}{second}" for first in ("ka", "lo", "mi", "ru", "ze", "tan", "sel") for second in "abcdefghijklm"]
-
-    def text(number: int) -> str:
-        return " ".join(drawn.choices(known, k=number))
-
-    def question(passage: str) -> dict[str, Any]:
-        return {"passage": passage, "question": f"is {text(drawn.randrange(3, 9))}", "label": drawn.randrange(2)}
-
-    train = [question(text(60)) for _ in range(200)]
-    dev = [question(train[place]["passage"] if place < NUM_SHARED else text(60)) for place in range(NUM_DEV)]
-    (tmp_path / "dev.jsonl").write_text("".join(json.dumps(one) + "\n" for one in dev))
+def task(tmp_path: Path, quiet_harness: None) -> Path:
+    """A task of the questions in DEV."""
+    (tmp_path / "dev.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DEV))
     (tmp_path / "passages.yaml").write_text(TASK.format(folder=tmp_path))
-    return Passages(folder=tmp_path, dev=dev, train=train)
+    return tmp_path / "passages.yaml"
 
 
 @pytest.fixture
-def checked_run(tmp_path: Path, cpu_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
-    """`checked_run(file, [task], validation_share=0.1)`: a run folder that trains on a file, and its configuration."""
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
+    """`make_run(TRAIN, [task], limit=3)`: a run folder that trains on these questions, and its configuration."""
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
 
     def make(
-        file: Path,
-        tasks: Iterable[Path] = (),
-        contamination: Contamination = Contamination.report,
-        limit: int | None = None,
-        before: bool = False,
-        **dataset: Any,
+        questions: Iterable[dict[str, Any]], tasks: Iterable[Path] = (), share: float = 0.0, **settings: Any
     ) -> tuple[Path, RunConfig]:
-        evaluation = EvaluationConfig(
-            tasks=[str(task) for task in tasks], contamination=contamination, limit=limit, before=before
-        )
-        config = replace(cpu_config, dataset=DatasetConfig(path=str(file), **dataset), evaluation=evaluation)
-        run = tmp_path / "run"
-        run.mkdir(exist_ok=True)
-        (run / "run.yaml").write_text(config_to_yaml(config))
-        return run, config
+        file = write_conversations(tmp_path / "train.jsonl", questions)
+        evaluation = EvaluationConfig(tasks=[str(task) for task in tasks], **settings)
+        config = cpu_run(dataset=DatasetConfig(path=str(file), validation_share=share), evaluation=evaluation)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "run.yaml").write_text(config_to_yaml(config))
+        return tmp_path / "run", config
 
     return make
 
 
 def check(run: Path) -> dict[str, Any]:
     assert worker.main(["--run", str(run), "--when", "contamination"]) == 0
-    found: dict[str, Any] = json.loads((run / "contamination.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((run / "contamination.json").read_text())
+    return content
 
 
 def counts(group: dict[str, Any]) -> list[int]:
     return [group[f"num_{kind}"] for kind in (*KINDS, "clean")]
 
 
-def test_a_file_that_also_holds_the_dev_questions(
-    passages: Passages, checked_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = passages.write("combined.jsonl", [*passages.train, *passages.dev])
-    run, config = checked_run(file, [passages.task])
+def test_documents_that_hold_the_questions(task: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run, config = make_run([*TRAIN, *DEV], [task])
     group = check(run)["groups"]["passages"]
-    assert counts(group) == [60, 0, 0, 0]
-    assert group["items"]["exact"] == list(range(60))
+    assert counts(group) == [20, 0, 0, 0]
+    assert group["items"]["exact"] == list(range(20))
     first = group["examples"][0]
-    assert (first["item"], first["document"], first["kind"]) == (0, "combined.jsonl:201", "exact")
-    assert first["text"].startswith(passages.dev[0]["question"])
-    assert "warning: contamination: passages: of 60 items, 60 whole question found" in capsys.readouterr().err
+    assert (first["item"], first["document"], first["kind"]) == (0, "train.jsonl:51", "exact")
+    assert first["text"].startswith(DEV[0]["question"])
+    assert "warning: contamination: passages: of 20 items, 20 whole question found" in capsys.readouterr().err
     assert is_checked(run, config)
     assert not is_checked(run, replace(config, evaluation=replace(config.evaluation, limit=20)))
-    assert list((passages.folder / "cache").glob("contamination*")) == [], "temporary files are removed"
+    assert list((run.parent / "cache").glob("contamination*")) == [], "temporary files are removed"
 
 
-def test_a_file_of_train_questions_shares_only_passages(
-    passages: Passages, checked_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, _ = checked_run(passages.write("train.jsonl", passages.train), [passages.task])
-    found = check(run)
-    assert counts(found["groups"]["passages"]) == [0, 0, 12, 48]
-    assert found["num_documents"] == 200
+def test_documents_that_share_only_passages(task: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    content = check(make_run(TRAIN, [task])[0])
+    assert counts(content["groups"]["passages"]) == [0, 0, 4, 16]
+    assert content["num_documents"] == 50
     assert "warning" not in capsys.readouterr().err
 
 
-def test_a_validation_part_that_was_cut_off_by_share_has_near_copies_in_the_rest(
-    passages: Passages, checked_run: MakeRun
-) -> None:
-    """Equal documents stay in one part; those with another answer, or other white space, do not."""
-    file = passages.write("twice.jsonl", passages.train)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        row["messages"][0]["content"] = row["messages"][0]["content"].replace(" ", "  ").lower()
-    with file.open("a") as end:
-        end.writelines(json.dumps(row) + "\n" for row in rows)
-    run, _ = checked_run(file, validation_share=0.1)
-    found = check(run)
-    assert list(found["groups"]) == ["validation part"]
-    group = found["groups"]["validation part"]
-    assert group["num_items"] > 20
-    assert group["num_exact"] > 0.7 * group["num_items"], "the copy of a held-out document is mostly trained on"
+def test_a_validation_part_by_share_is_compared_with_the_training_part(make_run: MakeRun) -> None:
+    """Equal documents are in one part; documents that differ in white space may be in both."""
+    spaced = [{**row, "passage": row["passage"].replace(" ", "  ")} for row in TRAIN]
+    group = check(make_run([*TRAIN, *spaced], share=0.1)[0])["groups"]["validation part"]
+    assert group["num_items"] > 4
+    assert group["num_exact"] > 0.6 * group["num_items"]
     assert group["num_exact"] + group["num_clean"] == group["num_items"]
 
 
-def test_documents_that_are_gone_or_others_are_reported(
-    passages: Passages, checked_run: MakeRun, capsys: pytest.CaptureFixture[str]
+def test_missing_or_changed_documents_are_reported(
+    task: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = passages.write("train.jsonl", passages.train)
-    run, config = checked_run(file, [passages.task], contamination=Contamination.refuse)
+    run, config = make_run(TRAIN, [task], contamination=Contamination.refuse)
+    file = Path(str(config.dataset.path))
     records = [{"location": str(file), "sha256": "0" * 64, "revision": None}]
     hashes = dict.fromkeys(("config_sha256", "tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256"))
     manifest = {"format": 1, **hashes, "model": {"weights_fingerprint": None}, "dataset": {"records": records}}
     (run / "manifest.json").write_text(json.dumps(manifest))
     assert "changed after the training" in check(run)["not_checked"]
     file.unlink()
-    found = check(run)
-    assert "train.jsonl" in found["not_checked"]
-    assert found["groups"] == {}
+    content = check(run)
+    assert "train.jsonl" in content["not_checked"]
+    assert content["groups"] == {}
     assert "warning: contamination: not checked: " in capsys.readouterr().err
     assert not is_checked(run, config)
     with pytest.raises(DataError) as error:
@@ -352,26 +302,20 @@ def test_documents_that_are_gone_or_others_are_reported(
     assert error.value.problem_id == "contamination-not-checked"
 
 
-def test_an_evaluation_looks_only_for_items_that_no_check_looked_for(passages: Passages, checked_run: MakeRun) -> None:
-    from lm_eval.tasks import TaskManager
-
-    run, config = checked_run(passages.write("train.jsonl", passages.dev[:9]))
-    manager = TaskManager(include_defaults=False)
-    loaded = [LoadedTask(source=Task(name="passages"), found=manager.load([str(passages.task)]))]
-    found = check_evaluated(run, config, loaded)
-    assert found is not None
-    assert counts(found["groups"]["passages"]) == [9, 0, 0, 51]
-    config.evaluation.tasks, config.evaluation.after = [str(passages.task)], True
+def test_an_evaluation_searches_only_for_items_that_no_check_searched_for(task: Path, make_run: MakeRun) -> None:
+    run, config = make_run(DEV[:9])
+    loaded = load_tasks([read_task_file(task)], run)
+    searched = check_evaluated(run, config, loaded)
+    assert searched is not None and counts(searched["groups"]["passages"]) == [9, 0, 0, 11]
+    config.evaluation.tasks, config.evaluation.after = [str(task)], True
     (run / "run.yaml").write_text(config_to_yaml(config))
     check(run)
     Path(str(config.dataset.path)).unlink()
-    again = check_evaluated(run, config, loaded)
-    assert again is not None
-    assert again["groups"] == found["groups"], "the run's check looked for these items"
+    known = check_evaluated(run, config, loaded)
+    assert known is not None and known["groups"] == searched["groups"]
     config.evaluation.limit = 10
     fewer = check_evaluated(run, config, loaded)
-    assert fewer is not None
-    assert "train.jsonl" in fewer["not_checked"]
+    assert fewer is not None and "train.jsonl" in fewer["not_checked"]
     config.evaluation.contamination = Contamination.disabled
     assert check_evaluated(run, config, loaded) is None
 

@@ -8,10 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.errors import DataError
-from tunebook.evaluate.harness import (
-    check_prompt_lengths,
-    render_conversations,
-)
+from tunebook.evaluate.harness import render_conversations
 from tunebook.model.chat_templates import read_chat_template
 
 
@@ -54,16 +51,6 @@ def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokeniz
     assert "2 of 3 documents cannot be used" in raised.value.message
     assert "line 2: it must end with the assistant's turn" in raised.value.message
     assert "line 3: " in raised.value.message
-
-
-def test_a_prompt_too_long_for_the_answer_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    file = write(tmp_path, sharegpt(("human", "a b c"), ("gpt", "a")))
-    items = render_conversations(file, None, tokenizer)
-    num_tokens = len(tokenizer(items[0]["prompt"], add_special_tokens=False)["input_ids"])
-    check_prompt_lengths(items, tokenizer, num_tokens)
-    with pytest.raises(DataError) as raised:
-        check_prompt_lengths(items, tokenizer, num_tokens - 1)
-    assert raised.value.problem_id == "heldout-too-long"
 
 
 def test_a_call_of_a_tool_is_expected_as_json(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

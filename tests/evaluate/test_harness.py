@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunebook.errors import DataError
+from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.harness import (
     HarnessSettings,
+    LoadedTask,
     load_tasks,
     run_task,
 )
@@ -42,6 +46,12 @@ doc_to_text: "{{question}}"
 doc_to_choice: ["cat", "dog", "fish"]
 doc_to_target: "{{right}}"
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+BOTH = """
+group: both
+task: [choice, second]
+aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]
+metadata: {version: 1.0}
 """
 # Prompt, right answer, what the model is made to say, group.
 HELD_OUT = [
@@ -74,11 +84,10 @@ def chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def settings(model: RequestModel, folder: Path, limit: int | None = None) -> HarnessSettings:
+def settings(model: RequestModel, limit: int | None = None) -> HarnessSettings:
     return HarnessSettings(
-        tokenizer=model.tokenizer, max_length=model.max_length, num_fewshot=None, limit=limit, system_prompt=None,
-        items_folder=folder / "items", cache_folder=folder / "cache",
-    )  # fmt: skip
+        tokenizer=model.tokenizer, max_length=model.max_length, num_fewshot=None, limit=limit, system_prompt=None
+    )
 
 
 def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) -> Path:
@@ -94,20 +103,17 @@ def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) ->
 
 @pytest.fixture
 def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> RequestModel:
-    return RequestModel(
-        model, tokenizer, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={}, is_fresh=True
-    )
+    return RequestModel(model, tokenizer, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={})
 
 
-def run_harness(model: RequestModel, tasks: list[Task], settings: HarnessSettings) -> dict[str, Any]:
-    (task,), _ = load_tasks(tasks, settings)
-    return run_task(model, task, settings)
+def run_harness(model: RequestModel, file: Path, limit: int | None = None) -> dict[str, Any]:
+    (task,) = load_tasks([read_task_file(file)], cache_of(file), settings(model, limit))
+    return run_task(model, task, settings(model, limit))
 
 
-def refusal(task: Task, settings: HarnessSettings) -> str:
-    loaded, missing = load_tasks([task], settings)
-    assert not loaded
-    return missing[task.name].message
+def cache_of(file: Path) -> Path:
+    """A folder of its own for each evaluation, as in a worker."""
+    return Path(tempfile.mkdtemp(dir=file.parent))
 
 
 def test_exact_match_by_hand(
@@ -115,42 +121,42 @@ def test_exact_match_by_hand(
 ) -> None:
     by_heart = AnswersByHeart(tokenizer, {chat(asked): said for asked, _, said, _ in HELD_OUT})
     monkeypatch.setattr(run_model.model, "generate", by_heart)
-    task = read_task_file(exact_match_task(tmp_path, HELD_OUT))
-    results = run_harness(run_model, [task], settings(run_model, tmp_path))
-    found = task_scores(results)["words"]
-    assert found["value"] == 0.75
+    file = exact_match_task(tmp_path, HELD_OUT)
+    results = run_harness(run_model, file)
+    score = task_scores(results)["words"]
+    assert score["value"] == 0.75
     # The sample standard deviation of 1 1 1 0 is 0.5; its error is 0.5 / sqrt(4).
-    assert found["stderr"] == pytest.approx(0.25)
-    assert found["groups"] == {"a": {"value": 1.0, "num_items": 2}, "b": {"value": 0.5, "num_items": 2}}
-    assert (found["version"], found["num_fewshot"], found["higher_is_better"]) == (2.0, 0, True)
+    assert score["stderr"] == pytest.approx(0.25)
+    assert score["groups"] == {"a": {"value": 1.0, "num_items": 2}, "b": {"value": 0.5, "num_items": 2}}
+    assert (score["version"], score["num_fewshot"], score["higher_is_better"]) == (2.0, 0, True)
     assert by_heart.num_batches == 2
     wrong = [answer for answer in task_answers("words", results) if not answer.correct]
     assert [(answer.prompt, answer.answer, answer.expected) for answer in wrong] == [(chat("four"), "fünf", "vier")]
 
+    limited = task_scores(run_harness(run_model, file, limit=2))["words"]
+    assert (limited["num_items"], limited["value"]) == (2, 1.0)
+    exact_match_task(tmp_path, HELD_OUT[3:])  # no cache may hide other conversations
+    changed = task_scores(run_harness(run_model, file))["words"]
+    assert (changed["num_items"], changed["value"]) == (1, 0.0)
+    assert changed["items_sha256"] != score["items_sha256"]
 
-def test_changed_conversations_are_not_hidden_by_a_cache(
-    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+
+def test_a_group_has_the_score_of_all_its_items(
+    task_file: Callable[[str], Path], known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    answers = {chat(asked): said for asked, _, said, _ in HELD_OUT}
-    monkeypatch.setattr(run_model.model, "generate", AnswersByHeart(tokenizer, answers))
-    file = exact_match_task(tmp_path, HELD_OUT)
-    before = task_scores(run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path)))["words"]
-    exact_match_task(tmp_path, HELD_OUT[3:])
-    after = task_scores(run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path)))["words"]
-    assert (before["num_items"], before["value"]) == (4, 0.75)
-    assert (after["num_items"], after["value"]) == (1, 0.0)
-    assert before["items_sha256"] != after["items_sha256"]
-
-
-def test_the_limit_takes_the_first_items(
-    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        run_model.model, "generate", AnswersByHeart(tokenizer, {chat("one"): "eins", chat("two"): "falsch"})
+    file = task_file("both")
+    file.write_text(BOTH)
+    model = RequestModel(
+        known_model, known_tokenizer, batch_size=1, compute_dtype=None, folder=file.parent / "kept", identity={}
     )
-    task = read_task_file(exact_match_task(tmp_path, HELD_OUT))
-    found = task_scores(run_harness(run_model, [task], settings(run_model, tmp_path, limit=2)))["words"]
-    assert (found["num_items"], found["value"]) == (2, 0.5)
+    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    scores = task_scores(
+        run_task(model, LoadedTask(source=Task(name="both"), content=manager.load(["both"])), settings(model))
+    )
+    assert list(scores) == ["both", "choice", "second"]
+    # 2 of 3 and 5 of 5, each item counting as much as any other
+    assert (scores["both"]["value"], scores["both"]["num_items"]) == (0.875, 8)
+    assert scores["both"]["subtasks"] == ["choice", "second"]
 
 
 def test_multiple_choice_takes_the_likeliest_continuation_of_the_chat_prompt(
@@ -165,7 +171,7 @@ def test_multiple_choice_takes_the_likeliest_continuation_of_the_chat_prompt(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = tmp_path / "choices.yaml"
     file.write_text(CHOICES.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    results = run_harness(run_model, [read_task_file(file)], settings(run_model, tmp_path))
+    results = run_harness(run_model, file)
     assert task_scores(results)["choices"]["value"] == pytest.approx(2 / 3)
     answers = task_answers("choices", results)
     assert [answer.answer for answer in answers] == [choices[index] for index in likeliest]
@@ -188,40 +194,39 @@ def best_choice(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prom
     return scores.index(max(scores))
 
 
-def test_a_prompt_that_would_be_cut_is_refused(tmp_path: Path, run_model: RequestModel) -> None:
-    long = [("word " * 200, "x", "x", "a")]
-    with pytest.raises(DataError, match=r"leaves 120 for prompts"):  # 128 of context - 8 of answer
-        run_harness(run_model, [read_task_file(exact_match_task(tmp_path, long))], settings(run_model, tmp_path))
+def test_a_prompt_that_would_be_truncated_is_refused(tmp_path: Path, run_model: RequestModel) -> None:
+    file = exact_match_task(tmp_path, [("word " * 200, "x", "x", "a")])
+    with pytest.raises(DataError) as raised:
+        run_harness(run_model, file)
+    assert raised.value.problem_id == "heldout-too-long"
+    assert "leaves 120 for prompts" in raised.value.message  # 128 of context - 8 of answer
 
 
+def test_tasks_that_cannot_be_loaded_are_refused_together(tmp_path: Path, run_model: RequestModel) -> None:
+    missing = tmp_path / "choices.yaml"
+    missing.write_text(CHOICES.replace("DATA", str(tmp_path / "gone.jsonl")).replace("CACHE", str(tmp_path / "cache")))
+    wrong = exact_match_task(tmp_path, HELD_OUT)
+    wrong.write_text(wrong.read_text().replace("generate_until", "generate_unti"))
+    with pytest.raises(RequestError) as raised:
+        load_tasks([read_task_file(file) for file in (missing, wrong)], tmp_path, settings(run_model))
+    assert raised.value.problem_id == "task-data-missing"
+    first, second = raised.value.message.splitlines()
+    assert str(missing) in first
+    assert str(wrong) in second and "Got invalid output_type 'generate_unti'" in second
+    with pytest.raises(RequestError) as raised:
+        load_tasks([read_task_file(wrong)], tmp_path, settings(run_model))
+    assert raised.value.problem_id == "task-file"
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("generate_until", "generate_unti", "Got invalid output_type 'generate_unti'"),
-        ("task: words", "process_docs: !function gone.docs\ntask: words", "gone"),
-    ],
+    ("name", "problem_id"),
+    [("helaswag", "unknown-task"), ("humaneval_plus", "task-runs-code"), ("mbpp_plus", "task-runs-code")],
 )
-def test_a_task_the_harness_refuses_is_named(
-    old: str, new: str, says: str, tmp_path: Path, run_model: RequestModel
+def test_names_are_checked_and_tasks_that_execute_programs_are_refused(
+    name: str, problem_id: str, tmp_path: Path
 ) -> None:
-    file = exact_match_task(tmp_path, HELD_OUT)
-    file.write_text(file.read_text().replace(old, new))
-    message = refusal(read_task_file(file), settings(run_model, tmp_path))
-    assert message.startswith(f"lm-evaluation-harness refuses task {file}: ")
-    assert says in message
-
-
-def test_missing_data_is_named_before_anything_runs(tmp_path: Path, run_model: RequestModel) -> None:
-    file = tmp_path / "choices.yaml"
-    file.write_text(CHOICES.replace("DATA", str(tmp_path / "gone.jsonl")).replace("CACHE", str(tmp_path / "cache")))
-    message = refusal(read_task_file(file), settings(run_model, tmp_path))
-    assert message.startswith(f"the data of task {file} is not on this machine")
-
-
-@pytest.mark.slow
-def test_names_are_checked_and_tasks_that_execute_programs_are_refused(tmp_path: Path, run_model: RequestModel) -> None:
-    names = ["helaswag", "humaneval_plus", "mbpp_plus"]
-    loaded, missing = load_tasks([Task(name=name) for name in names], settings(run_model, tmp_path))
-    assert not loaded
-    assert [missing[name].problem_id for name in names] == ["unknown-task", "task-runs-code", "task-runs-code"]
-    assert "Did you mean 'hellaswag'?" in missing["helaswag"].message
+    with pytest.raises(RequestError) as raised:
+        load_tasks([Task(name=name)], tmp_path)
+    assert raised.value.problem_id == problem_id
+    assert ("Did you mean 'hellaswag'?" in raised.value.message) is (name == "helaswag")

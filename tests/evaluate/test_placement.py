@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.placement import choose_placement, loaded_gib, place
+from tunebook.evaluate.placement import choose_placement, loaded_gib
 from tunebook.hardware.detect import Gpu
 
 
@@ -23,41 +23,31 @@ def gpus(*memory_gib: float) -> list[Gpu]:
 def test_a_model_that_fits_one_gpu_has_a_copy_on_each() -> None:
     placement = choose_placement(60, gpus(80, 80, 80))  # 60 x 1.15 + 1 = 70
     assert (placement.num_processes, placement.is_sharded) == (3, False)
-    assert choose_placement(60, gpus(80)).num_processes == 1
+    assert choose_placement(1, gpus(80, 80, 80), requested=2).num_processes == 2
+    with pytest.raises(RequestError) as raised:
+        choose_placement(1, gpus(80, 80, 80), requested=4)
+    assert raised.value.problem_id == "more-processes-than-gpus"
 
 
-def test_a_model_that_is_too_large_for_the_smallest_is_one_over_all() -> None:
+def test_a_model_that_is_too_large_for_the_smallest_gpu_is_spread_over_all() -> None:
     placement = choose_placement(60, gpus(80, 48))
     assert (placement.num_processes, placement.is_sharded) == (1, True)
 
 
-def test_a_number_of_processes_can_be_asked_for() -> None:
-    assert choose_placement(1, gpus(80, 80, 80), asked=2).num_processes == 2
-    with pytest.raises(RequestError) as raised:
-        choose_placement(1, gpus(80, 80, 80), asked=4)
-    assert raised.value.problem_id == "more-processes-than-gpus"
-
-
-def test_a_cpu_has_one_process_unless_more_are_asked_for() -> None:
+def test_a_cpu_has_one_process_unless_more_are_requested() -> None:
     assert choose_placement(0.0, []).num_processes == 1
-    assert choose_placement(0.0, [], asked=2).num_processes == 2
+    assert choose_placement(0.0, [], requested=2).num_processes == 2
 
 
 def test_the_size_of_the_weights_is_read_from_their_files(
-    tmp_path: Path, known_model: PreTrainedModel, cpu_config: RunConfig
+    tmp_path: Path, known_folder: Path, known_model: PreTrainedModel, cpu_config: RunConfig
 ) -> None:
-    folder = tmp_path / "model"
-    known_model.save_pretrained(folder)
     count = sum(weight.numel() for weight in known_model.parameters())
-    assert loaded_gib(cpu_config, folder) == count * 4 / 2**30
+    assert loaded_gib(cpu_config, known_folder) == count * 4 / 2**30
     in_bf16 = replace(cpu_config, precision=replace(cpu_config.precision, master_weights=MasterWeights.bf16))
-    assert loaded_gib(in_bf16, folder) == count * 2 / 2**30
-    base = replace(cpu_config, model=ModelConfig(path=str(folder), weights=Weights.pretrained))
-    assert loaded_gib(base, None) == count * 4 / 2**30
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    assert loaded_gib(base, adapter) == count * 4 / 2**30
+    assert loaded_gib(in_bf16, known_folder) == count * 2 / 2**30
+    base = replace(cpu_config, model=ModelConfig(path=str(known_folder), weights=Weights.pretrained))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert loaded_gib(base, tmp_path) == loaded_gib(base, None) == count * 4 / 2**30
     assert loaded_gib(cpu_config, None) == 0.0  # random weights: there is no file
-    assert loaded_gib(replace(base, peft=PeftSettings(method=PeftMethod.qlora)), adapter) == 0.0
-    assert place(cpu_config, folder, None) == choose_placement(0.0, [])
+    assert loaded_gib(replace(base, peft=PeftSettings(method=PeftMethod.qlora)), tmp_path) == 0.0

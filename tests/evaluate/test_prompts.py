@@ -16,7 +16,6 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunebook.errors import DataError
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
@@ -54,11 +53,8 @@ metadata: {conversations: held.jsonl}
 """
 
 
-def settings_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> HarnessSettings:
-    return HarnessSettings(
-        tokenizer=tokenizer, max_length=64, num_fewshot=None, limit=None, system_prompt="c c", items_folder=folder,
-        cache_folder=folder / "cache",
-    )  # fmt: skip
+def settings_of(tokenizer: PreTrainedTokenizerBase) -> HarnessSettings:
+    return HarnessSettings(tokenizer=tokenizer, max_length=64, num_fewshot=None, limit=None, system_prompt="c c")
 
 
 @pytest.fixture
@@ -105,9 +101,9 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     file = tmp_path / "task.yaml"
     file.write_text(text.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
     run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={})
-    settings = settings_of(adding_bos, tmp_path)
+    settings = settings_of(adding_bos)
     adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
-    (task,), _ = load_tasks([read_task_file(file)], settings)
+    (task,) = load_tasks([read_task_file(file)], tmp_path, settings)
     rows = rows_read(model, monkeypatch)
     run_task(run_model, task, settings)
     prompts = [row for row in rows if len(row) > 1]  # a generation then reads one token at a time
@@ -115,30 +111,6 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     begins = adding_bos(trained, add_special_tokens=False)["input_ids"]
     assert any(row[: len(begins)] == begins for row in prompts)
     assert all(row.count(BOS) == len(start.split()) for row in prompts)
-
-
-@pytest.mark.parametrize(
-    ("system", "message"),
-    [
-        ("", r"does not write turn 1 \(system\): 'c c'"),
-        ("{{ raise_exception('no system') }}", "refuses this conversation"),
-    ],
-)
-def test_a_system_prompt_that_the_template_does_not_write_is_refused(
-    system: str, message: str, adding_bos: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    """The harness itself would ask without it."""
-    data, file = tmp_path / "rows.jsonl", tmp_path / "task.yaml"
-    data.write_text(json.dumps({"question": "a b", "right": "c"}) + "\n")
-    file.write_text(WRITTEN.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    settings = settings_of(adding_bos, tmp_path)
-    body = "{{ message.role }}: {{ message.content }} </s> "
-    adding_bos.chat_template = TEMPLATE.replace(
-        body, f"{{% if message.role == 'system' %}}{system}{{% else %}}{body}{{% endif %}}"
-    )
-    (task,), _ = load_tasks([read_task_file(file)], settings)
-    with pytest.raises(DataError, match=message):
-        run_task(None, task, settings)
 
 
 def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settings_do_not_say_so(

@@ -13,7 +13,6 @@ from tunebook.evaluate.results import (
     task_answers,
     task_scores,
 )
-from tunebook.record.differences import mean_score
 
 
 def sample(prompt: str, answer: str, expected: str, group: str | None, filter_name: str = "strip") -> dict[str, Any]:
@@ -83,40 +82,20 @@ def test_of_several_choices_the_likeliest_is_the_answer() -> None:
     assert (found.answer, found.expected, found.correct) == ("red", "blue", False)
 
 
-def test_a_wrong_answer_is_shown_if_there_is_one() -> None:
-    answers = [answer(f"p{number}") for number in range(20)]
-    unseen = next(given for given in answers if given.prompt not in {s["prompt"] for s in choose_samples(answers)})
-    answers[answers.index(unseen)] = answer(unseen.prompt, correct=False)
-    assert [sample["correct"] for sample in choose_samples(answers)] == [True, True, True, True, False]
-
-
-def task(value: float, higher: bool | None = True, subtasks: list[str] | None = None) -> dict[str, Any]:
-    return {"value": value, "higher_is_better": higher, "subtasks": subtasks or []}
-
-
-@pytest.mark.parametrize(
-    ("tasks", "expected"),
-    [
-        ({}, None),
-        ({"a": task(0.5), "b": task(1.0)}, (0.75, True)),
-        ({"a": task(3.0, False)}, (3.0, False)),
-        ({"a": task(3.0, False), "b": task(1.0)}, None),
-        ({"all": task(0.5, subtasks=["a", "b"]), "a": task(0.1), "b": task(0.9), "c": task(1.0)}, (0.75, True)),
-    ],
-)
-def test_the_mean_counts_no_task_twice_and_mixes_no_directions(
-    tasks: dict[str, dict[str, Any]], expected: tuple[float, bool] | None
-) -> None:
-    assert mean_score(tasks) == expected
+def test_the_samples_are_the_same_before_and_after_training() -> None:
+    before, after = ([answer(f"p{number}", correct=correct) for number in range(20)] for correct in (False, True))
+    chosen = [[sample["prompt"] for sample in choose_samples(answers)] for answers in (before, after[::-1])]
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 5
 
 
 def test_every_generated_text_is_kept_and_of_choices_their_likelihoods() -> None:
     generated = sample("1", "x", "x", None) | {"resps": [["x", "y"]], "doc_id": 7}
-    (found,) = task_answers("words", results([generated], **{"exact_match,strip": 1.0}))
-    assert (found.item, found.responses) == (7, ["x", "y"])
+    (answer,) = task_answers("words", results([generated], **{"exact_match,strip": 1.0}))
+    assert (answer.item, answer.responses, answer.max_new_tokens) == (7, ["x", "y"], 256)
     chosen = sample("1", "x", "x", None) | {"resps": [[(-1.5, True)], [(float("-inf"), False)]]}
-    (found,) = task_answers("words", results([chosen], **{"exact_match,strip": 1.0}))
-    assert found.responses == [-1.5, None]
+    chosen |= {"arguments": [("1", " x")]}
+    (answer,) = task_answers("words", results([chosen], **{"exact_match,strip": 1.0}))
+    assert (answer.responses, answer.max_new_tokens) == ([-1.5, None], None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -135,12 +114,3 @@ def test_an_evaluation_is_finished_when_no_task_of_it_failed(tmp_path: Path) -> 
     for text, expected in (('{"failed": {}}', True), ('{"failed": {"a": "why"}}', False), ("{}", True)):
         file.write_text(text)
         assert is_evaluated(tmp_path, "before") is expected
-
-
-def test_the_limit_of_new_tokens_is_kept_of_generated_texts() -> None:
-    generated = sample("p", "one", "one", None) | {"resps": [["one", "two"]]}
-    (found,) = task_answers("words", results([generated], **{"exact_match,strip": 1.0}))
-    assert (found.responses, found.max_new_tokens) == (["one", "two"], 256)
-    chosen = sample("p", "one", "one", None) | {"resps": [[(-1.5, True)]], "arguments": [("p", " one")]}
-    (found,) = task_answers("words", results([chosen], **{"exact_match,strip": 1.0}))
-    assert found.max_new_tokens is None

@@ -1,4 +1,4 @@
-"""`latest` and a recipe's name mean the newest run that finished, and what was passed over is told."""
+"""The model that a name or folder means."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.choices import Compute, Generation, MasterWeights
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate import target as target_module
 from tunebook.evaluate.target import (
@@ -77,8 +78,8 @@ def test_a_name_on_the_hub_is_no_run_of_a_recipe_called_the_same(run: Path, outp
     assert find_target("some-org/tiny", outputs, is_model=True) == Target(hub_name="some-org/tiny")
 
 
-@pytest.mark.parametrize("text", ["tinny", "./someone/model", "/someone/model", "one/two/three", "someone/"])
-def test_what_cannot_be_on_the_hub_is_an_unknown_run(run: Path, outputs: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["tinny", "./someone/model", "one/two/three", "someone/"])
+def test_names_that_cannot_be_on_the_hub_are_unknown_runs(run: Path, outputs: Path, text: str) -> None:
     with pytest.raises(RequestError) as raised:
         find_target(text, outputs)
     assert raised.value.problem_id == "unknown-run"
@@ -100,10 +101,10 @@ def test_a_named_model_may_be_one_word_on_the_hub_but_no_path(run: Path, outputs
     assert find_target("gpt2", outputs, is_model=True) == Target(hub_name="gpt2")
     assert find_target("someone/model", outputs, is_model=True) == Target(hub_name="someone/model")
     assert find_target("tiny", outputs, is_model=True) == Target(run=run, folder=model)
-    for text in ("./gpt2", str(tmp_path / "gone"), "a b", "one/two/three"):
+    for text in ("./gpt2", str(tmp_path / "gone"), "a b"):
         with pytest.raises(RequestError) as raised:
             find_target(text, outputs, is_model=True)
-        assert raised.value.problem_id == "model-folder"
+        assert raised.value.problem_id == "unknown-run"
 
 
 def test_an_exported_folder_may_say_where_it_comes_from(run: Path, tmp_path: Path, outputs: Path) -> None:
@@ -132,37 +133,24 @@ def trained(run: Path) -> Path:
     return run
 
 
-def test_newer_runs_that_did_not_finish_are_skipped(
+def test_a_recipe_and_latest_are_the_newest_finished_run(
     make_run: MakeRun, outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(make_run("a", 1))
-    taken = trained(make_run("b", 2))
+    newest = trained(make_run("b", 2))
     make_run("a", 3, "failed", "no space left\nat step 7")
     make_run("c", 4, "running")
     trained(make_run("a", 5, "stopped", "stopped by SIGTERM after step 98"))
-    assert choose_run("latest", outputs) == taken
-    assert capsys.readouterr().err == f"the newest finished run: {taken} (3 newer have not finished)\n"
+    assert choose_run("latest", outputs) == newest
+    assert capsys.readouterr().err == f"the newest finished run: {newest}\n"
+    assert choose_run("a", outputs).name.endswith("03-01-00Z")
 
 
-def test_a_recipe_is_its_newest_finished_run(
-    make_run: MakeRun, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = trained(make_run("a", 1))
-    make_run("a", 2, "invalid", "the loss is not finite")
-    trained(make_run("b", 3))
-    monkeypatch.chdir(tmp_path)
-    for target in ("a", "outputs/a"):
-        assert choose_run(target, outputs) == taken
-
-
-def test_a_folder_that_is_named_is_taken_whatever_became_of_it(
-    make_run: MakeRun, outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_named_by_its_folder_need_not_be_finished(make_run: MakeRun, outputs: Path) -> None:
     failed = make_run("a", 1, "failed", "no memory")
     trained(make_run("a", 2))
     assert choose_run(str(failed), outputs) == failed
     assert choose_run(f"a/{failed.name}", outputs) == failed
-    assert capsys.readouterr().err == ""
 
 
 def test_without_a_finished_run_there_is_no_model(make_run: MakeRun, outputs: Path) -> None:
@@ -184,7 +172,6 @@ def machine(*gpus: Generation) -> Machine:
         ([], "bfloat16", MasterWeights.fp32, Compute.fp32),
         ([Generation.hopper] * 2, "bfloat16", MasterWeights.bf16, Compute.fp32),
         ([Generation.volta], "bfloat16", MasterWeights.fp32, Compute.fp32),
-        ([Generation.hopper], "float32", MasterWeights.fp32, Compute.fp32),
         ([Generation.hopper], "float16", MasterWeights.fp32, Compute.fp16),
     ],
 )
@@ -204,11 +191,17 @@ def test_the_number_format_is_the_published_one_where_the_gpu_has_it(
     assert config.hardware.gpus_per_node == max(1, len(gpus))
 
 
-def test_results_of_two_folders_of_one_name_lie_apart(tmp_path: Path) -> None:
-    folders = [tmp_path / "a" / "my model", tmp_path / "b" / "my model"]
-    places = [results_folder(Target(folder=folder), tmp_path) for folder in folders]
-    assert len(set(places)) == 2
-    assert all(place.parent == tmp_path / "evaluations" for place in places)
-    assert all(place.name.startswith("my-model-") for place in places)
-    assert results_folder(Target(folder=folders[0]), tmp_path) == places[0]
-    assert results_folder(Target(hub_name="org/name"), tmp_path) == tmp_path / "evaluations" / "org--name"
+def test_an_adapter_is_evaluated_on_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "detect_machine", lambda: machine())
+    base, adapter = model_folder(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert bare_config(Target(folder=adapter)).model == ModelConfig(path=str(base))
+
+
+def test_results_of_models_without_a_run_are_in_folders_of_their_own(tmp_path: Path) -> None:
+    folders = [results_folder(Target(folder=tmp_path / name / "my model"), tmp_path) for name in "ab"]
+    assert folders[0] != folders[1]
+    assert all(folder.parent == tmp_path / "evaluations" for folder in folders)
+    assert all(folder.name.endswith("-my-model") for folder in folders)
+    assert results_folder(Target(hub_name="org/name"), tmp_path) == tmp_path / "evaluations" / "org-name"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.book import resolve_path
-from tunebook.config.compose import compose
+from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.task_files import read_task_file, resolve_task, suite_settings
 
@@ -26,7 +26,6 @@ def test_the_quickstarts_task_names_its_conversations_and_baseline() -> None:
     assert task.name == "quickstart"
     assert task.conversations == resolve_path("book:recipes/quickstart/data/heldout.jsonl")
     assert task.baseline == resolve_path("book:recipes/quickstart/baseline.py")
-    assert not task.is_group
 
 
 def test_functions_are_not_imported(tmp_path: Path) -> None:
@@ -43,17 +42,12 @@ def test_included_keys_are_under_the_files_own(tmp_path: Path) -> None:
     assert (task.name, task.conversations) == ("mine", tmp_path / "held.jsonl")
 
 
-def test_a_group_is_known_by_its_key(tmp_path: Path) -> None:
-    task = read_task_file(write(tmp_path, "group: both\ntask:\n  - gsm8k\n  - hellaswag\n"))
-    assert (task.name, task.is_group) == ("both", True)
-
-
 @pytest.mark.parametrize(
     ("text", "problem_id"),
     [
         ("task: [", "task-file"),
         ("- a\n- b\n", "task-file"),
-        ("output_type: generate_until\n", "task-file"),
+        ("group: both\ntask: [gsm8k]\n", "task-file"),
         ("task: mine\nunsafe_code: true\n", "task-runs-code"),
         ("task: mine\nmetric_list:\n  - metric: code_eval\n", "task-runs-code"),
         ("task: mine\nmetadata:\n  conversations: gone.jsonl\n", "task-file"),
@@ -67,11 +61,15 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, problem_id: str) ->
 
 
 def test_a_suite_is_a_group_as_a_whole() -> None:
-    assert suite_settings("quickstart") == compose("quickstart", []).config.evaluation
+    expected = EvaluationConfig(tasks=[QUICKSTART], before=True, batch_size=64)
+    assert suite_settings("quickstart") == expected
     assert "leaderboard_ifeval" in suite_settings("leaderboard").tasks
+    code = suite_settings("code").tasks
+    assert code == ["humaneval_instruct", "mbpp_fenced", "small_python_instruct"]
+    assert all(resolve_task(task).code is not None for task in code)
 
 
-@pytest.mark.parametrize("name", ["leaderbord", "none", "tasks"])
+@pytest.mark.parametrize("name", ["leaderbord", "none"])
 def test_an_unknown_suite_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as raised:
         suite_settings(name)

@@ -1,64 +1,57 @@
-"""What evaluation and chat share; loading a run's folder is tried in test_chat.py and test_worker.py."""
+"""What evaluation and chat share; loading a run's folder is tested in test_chat.py and test_worker.py."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.evaluate.conftest import cpu_run
 from tunebook.config.choices import Attention, Compute, Generation, Weights
-from tunebook.config.compose import compose
-from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.config.schema import AttentionConfig, HardwareConfig, ModelConfig, PrecisionConfig, RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.evaluate import trained_model
 from tunebook.evaluate.trained_model import (
     keep_converted,
     load_to_answer,
     load_trained,
+    model_identity,
     tokenizer_of_run,
     uses_gpu,
 )
 
 
-@pytest.fixture
-def config() -> RunConfig:
-    config = compose("quickstart", []).config
-    config.attention.implementation = Attention.flash_attention_2
-    config.precision.compute = Compute.fp32
-    config.hardware.generation = Generation.cpu
-    return config
+def test_a_run_made_for_a_cpu_stays_there(cpu_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = cpu_run(hardware=HardwareConfig(generation=Generation.hopper, gpus_per_node=1))
+    for is_available in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_available=is_available: is_available)
+        assert not uses_gpu(cpu_config)
+        assert uses_gpu(hopper) is is_available
 
 
-def test_a_run_made_for_a_cpu_stays_there(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not uses_gpu(config)
-    config.hardware.generation = Generation.hopper
-    assert uses_gpu(config)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not uses_gpu(config)
-
-
-def test_without_a_folder_it_is_what_training_starts_from_and_with_one_that_folders(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_a_model_is_that_of_its_folder_or_the_one_that_training_starts_from(tmp_path: Path) -> None:
+    config = cpu_run(attention=AttentionConfig(implementation=Attention.flash_attention_2))
     start: Any = load_trained(config, None)
     assert start.config._attn_implementation == "sdpa"  # packed rows' kernels have no cache
-    trained: Any = load_trained(config, None)
+    first = start.model.embed_tokens.weight.detach().clone()
     with torch.no_grad():
-        trained.model.norm.weight.fill_(2.0)
-    trained.save_pretrained(tmp_path)
+        start.model.norm.weight.fill_(2.0)
+    start.save_pretrained(tmp_path)
     loaded: Any = load_trained(config, tmp_path)
     assert loaded.model.norm.weight.tolist() == [2.0] * 192
-    assert torch.equal(loaded.model.embed_tokens.weight, start.model.embed_tokens.weight)
-    assert config.model.weights is Weights.random  # the run's own configuration is left as it is
+    assert torch.equal(loaded.model.embed_tokens.weight, first)
+    assert config.model.weights is Weights.random  # the run's own configuration is unchanged
 
 
-def test_the_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_tokenizer_next_to_the_weights_is_used(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     base = ModelConfig(path="/somewhere/base", trust_remote_code=True)
     assert tokenizer_of_run(base, None) is base
     assert tokenizer_of_run(base, tmp_path) is base  # a checkpoint without one
@@ -66,66 +59,58 @@ def test_the_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path, tokenizer:
     assert tokenizer_of_run(base, tmp_path) == ModelConfig(path=str(tmp_path), trust_remote_code=True)
 
 
-GIB = 2**30
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 80 GiB that is not there; 1 GiB is free."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-
-
-@pytest.mark.usefixtures("card")
-def test_a_model_that_does_not_fit_into_what_is_left_is_refused(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail_with(error: Exception) -> None:
-        def load(*_: object, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr(trained_model, "load_trained", load)
-        load_to_answer(config, None)
-
-    monkeypatch.setattr(trained_model, "uses_gpu", lambda _: True)
-    with pytest.raises(DoesNotFitError) as caught:
-        fail_with(torch.OutOfMemoryError("CUDA out of memory."))
-    assert caught.value.problem_id == "model-does-not-fit"
-    with pytest.raises(RuntimeError, match="no kernel image"):
-        fail_with(RuntimeError("CUDA error: no kernel image is available"))
-
-
-@pytest.mark.usefixtures("card")
-def test_a_part_that_stays_on_the_host_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_stays_on_the_host_is_refused(cpu_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(hf_device_map={"embed": 0, "lm_head": "cpu"})
     monkeypatch.setattr(trained_model, "load_trained", lambda *_, **__: model)
     monkeypatch.setattr(trained_model, "uses_gpu", lambda _: True)
     with pytest.raises(DoesNotFitError):
-        load_to_answer(config, None, is_sharded=True)
+        load_to_answer(cpu_config, None, is_sharded=True)
 
 
-@pytest.mark.parametrize(("free_bytes", "is_kept"), [(4000, True), (3999, False)])
-def test_converted_weights_are_kept_if_they_take_half_of_the_free_memory(
-    free_bytes: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 80 * GIB))
-    wide = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)  # as of a merged adapter's base: 1,000 x 2 bytes
-    narrow = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
-    keep_converted(torch.nn.ParameterList([wide, narrow]), torch.bfloat16)
-    assert (wide.requires_grad, narrow.requires_grad) == (is_kept, False)
-
-
-def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
+def test_converted_weights_are_kept_if_they_take_less_than_half_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
     small_qwen2: Callable[..., PreTrainedModel],
     relative_difference: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
-    model = small_qwen2(vocab_size=64, num_key_value_heads=2)
-    found = []
-    for free_bytes in (10**12, 0):
+    model = small_qwen2(vocab_size=64, num_key_value_heads=2).requires_grad_(False)
+    num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    logits = []
+    for free_bytes in (2 * num_bytes, 2 * num_bytes - 1):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free_bytes: (free, free))
         keep_converted(model, torch.bfloat16)
+        assert {parameter.requires_grad for parameter in model.parameters()} == {free_bytes == 2 * num_bytes}
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            found.append(model(torch.arange(12)[None]).logits)
-    assert found[0].dtype is torch.bfloat16
-    assert relative_difference(*found) < torch.finfo(torch.bfloat16).eps / 2  # of one number; two passes differ less
+            logits.append(model(torch.arange(12)[None]).logits)
+    assert logits[0].dtype is torch.bfloat16
+    assert relative_difference(*logits) < torch.finfo(torch.bfloat16).eps / 2  # of one number; two passes differ less
+
+
+def test_a_copy_has_the_same_identity_and_other_content_has_not(tmp_path: Path, cpu_config: RunConfig) -> None:
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    for name in ("config.json", "generation_config.json", "README.md"):
+        (tmp_path / name).write_text("content")
+    before = model_identity(cpu_config, tmp_path)
+    os.utime(tmp_path / "model.safetensors", (0, 0))
+    (tmp_path / "README.md").write_text("changed")
+    assert model_identity(cpu_config, tmp_path) == before
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text("CONTENT")
+        assert model_identity(cpu_config, tmp_path) != before
+        (tmp_path / name).write_text("content")
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert model_identity(cpu_config, tmp_path) != before
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_random_weights_differ_by_seed_and_formats(is_adapter: bool, tmp_path: Path, cpu_config: RunConfig) -> None:
+    folder = tmp_path if is_adapter else None
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("adapter")
+    first = model_identity(cpu_config, folder)
+    assert model_identity(cpu_config, folder) == first
+    other_seed = replace(cpu_config, training=replace(cpu_config.training, seed=cpu_config.training.seed + 1))
+    other_format = replace(cpu_config, precision=PrecisionConfig(compute=Compute.bf16))
+    assert model_identity(other_seed, folder) != first
+    assert model_identity(other_format, folder) != first
+    (tmp_path / "adapter_model.safetensors").write_text("another adapter")
+    assert (model_identity(cpu_config, folder) == first) is not is_adapter

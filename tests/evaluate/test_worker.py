@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,16 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Weights
-from tunebook.config.compose import compose
+from tests.evaluate.conftest import QUICKSTART, cpu_run
+from tunebook.config.choices import Contamination, Weights
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.schema import RunConfig
-from tunebook.data.template import template_hash
-from tunebook.errors import DataError
+from tunebook.config.schema import EvaluationConfig, ModelConfig, RunConfig
 from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
-from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
+from tunebook.evaluate.evaluation import Evaluation, score_baseline
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.model.load import load_model
-from tunebook.record.contamination import CHECK
 from tunebook.record.manifest import system_prompt_hash
-from tunebook.record.model_origin import Origin
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -37,52 +34,38 @@ def sigterm_as_before() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    """The quickstart, resolved for a CPU."""
-    config = compose("quickstart", ["training.seed=3"]).config
-    config.attention.implementation = Attention.sdpa
-    config.precision.compute = Compute.fp32
-    config.packing.mode = PackingMode.isolated
-    config.hardware.generation = Generation.cpu
-    return config
-
-
 @pytest.fixture
-def run(tmp_path: Path, config: RunConfig) -> Path:
-    """A run folder that nothing has been trained in."""
-    (tmp_path / "run.yaml").write_text(config_to_yaml(config))
+def run(tmp_path: Path) -> Path:
+    """A run folder of the quickstart that nothing has been trained in; 8 items are evaluated."""
+    evaluation = EvaluationConfig(tasks=[QUICKSTART], limit=8, contamination=Contamination.disabled)
+    (tmp_path / "run.yaml").write_text(config_to_yaml(cpu_run(evaluation=evaluation)))
     return tmp_path
 
 
 def record(run: Path, when: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "evaluation" / f"{when}.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((run / "evaluation" / f"{when}.json").read_text())
+    return content
 
 
-@pytest.mark.slow
-def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_same_after(
-    run: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase
+def write_manifest(run: Path, **changes: Any) -> None:
+    manifest = {
+        "format": 1, "config_sha256": "c", "tokenizer_sha256": None, "chat_template_sha256": None,
+        "system_prompt_sha256": system_prompt_hash(None), "model": {"weights_fingerprint": None},
+    }  # fmt: skip
+    (run / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def test_the_same_weights_give_the_same_scores_before_and_after(
+    run: Path, cpu_config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    limited = replace(config, evaluation=replace(config.evaluation, limit=40))
-    (run / "run.yaml").write_text(config_to_yaml(limited))
     assert worker.main(["--run", str(run), "--when", "before"]) == 0
     before = record(run, "before")
-    assert {key: before[key] for key in ("when", "model", "limit", "device", "harness_version")} == {
-        "when": "before",
-        "model": "book:recipes/quickstart/model (random weights)",
-        "limit": 40,
-        "device": "cpu",
-        "harness_version": "0.4.13",
-    }
+    assert before["model"] == "book:recipes/quickstart/model (random weights)"
     task = before["tasks"]["quickstart"]
-    assert (task["metric"], task["num_items"], task["value"]) == ("exact_match", 40, 0.0)
-    assert sum(group["num_items"] for group in task["groups"].values()) == 40
-    assert len(before["samples"]) == 5
+    assert (task["metric"], task["num_items"], task["value"]) == ("exact_match", 8, 0.0)
+    assert sum(group["num_items"] for group in task["groups"].values()) == 8
     assert before["baseline"] is None  # it answers every item, so it is not comparable under a limit
-    assert len((run / "evaluation" / "before-answers.jsonl").read_text().splitlines()) == 40
-
-    for part in (load_model(config), tokenizer):
+    for part in (load_model(cpu_config), tokenizer):
         part.save_pretrained(run / "model")
     assert worker.main(["--run", str(run), "--when", "after"]) == 0
     after = record(run, "after")
@@ -90,17 +73,23 @@ def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_sa
     assert {**after, "when": 0, "model": 0, "seconds": 0} == {**before, "when": 0, "model": 0, "seconds": 0}
 
 
-def test_the_quickstarts_baseline_is_scored_on_all_items(run: Path, config: RunConfig) -> None:
-    task = resolve_task("book:recipes/quickstart/tasks/quickstart.yaml")
-    whole = Evaluation(run=run, when="before", config=config, model=None, tasks=[task])
-    found = score_first_baseline(whole)
-    assert found is not None
-    assert found["name"] == "look-up of the nearest training prompt"
-    assert 0 < found["value"] < 0.5
-    other_data = replace(config.dataset, path=None)
-    assert score_first_baseline(replace(whole, config=replace(config, dataset=other_data))) is None
-    limited = replace(config, evaluation=replace(config.evaluation, limit=40))
-    assert score_first_baseline(replace(whole, config=limited)) is None
+def test_a_baseline_is_scored_on_all_items_and_without_a_limit(tmp_path: Path, cpu_config: RunConfig) -> None:
+    file = tmp_path / "baseline.py"
+    file.write_text(
+        "NAME = 'guess'\n"
+        "def score(train, heldout):\n"
+        "    assert (train.name, heldout.name) == ('train.jsonl', 'heldout.jsonl')\n"
+        "    return {'overall': 0.5, 'b': 1, 'a': 0}\n"
+    )
+    task = replace(resolve_task(QUICKSTART), baseline=file)
+    whole = Evaluation(run=tmp_path, when="before", config=cpu_config, model=None, tasks=[task])
+    groups = {"a": {"value": 0.0}, "b": {"value": 1.0}}
+    assert score_baseline(whole) == {"name": "guess", "value": 0.5, "groups": groups}
+    for change in (
+        {"dataset": replace(cpu_config.dataset, path=None)},
+        {"evaluation": replace(cpu_config.evaluation, limit=40)},
+    ):
+        assert score_baseline(replace(whole, config=replace(cpu_config, **change))) is None
 
 
 def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,52 +97,29 @@ def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.Ca
     assert f"there is no model in {run / 'model'}" in capsys.readouterr().err
 
 
-def test_a_changed_template_is_an_error(
-    run: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = {
-        "format": 1, "config_sha256": "c", "tokenizer_sha256": None, "chat_template_sha256": "0" * 64,
-        "system_prompt_sha256": system_prompt_hash(None), "model": {"weights_fingerprint": None},
-    }  # fmt: skip
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    assert template_hash(tokenizer) != manifest["chat_template_sha256"]
+def test_a_changed_template_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_manifest(run, chat_template_sha256="0" * 64)
     assert worker.main(["--run", str(run), "--when", "before"]) == 4
     assert "the chat template is not the one that" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_the_code_of_a_stopped_run(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_other_base_weights_are_refused_unless_they_are_allowed(
+    run: Path, known_folder: Path, task_file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(*_: object) -> None:
-        signal.raise_signal(signal.SIGTERM)
+    evaluation = EvaluationConfig(tasks=[str(task_file("choice"))], contamination=Contamination.disabled)
+    model = ModelConfig(path=str(known_folder), weights=Weights.pretrained)
+    (run / "run.yaml").write_text(config_to_yaml(cpu_run(model=model, evaluation=evaluation)))
+    write_manifest(run, model={"weights_fingerprint": "1" * 64})
+    assert worker.main(["--run", str(run), "--when", "before"]) == 4
+    assert "the run started from 111111111111" in capsys.readouterr().err
+    assert worker.main(["--run", str(run), "--when", "before", "--allow-mismatch", "base"]) == 0
+    assert record(run, "before")["bound"]["mismatches"] == ["base"]
+    shutil.copytree(known_folder, run / "model")  # trained whole: nothing of the base is left in it
+    assert worker.main(["--run", str(run), "--when", "after"]) == 0
+    assert record(run, "after")["bound"]["mismatches"] == []
 
-    monkeypatch.setattr(worker, "evaluate", stop)
+
+def test_a_stop_request_ends_it_with_the_code_of_a_stopped_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", "before"])
     assert program.main() == 6
-    assert "stopped" in capsys.readouterr().err
-    monkeypatch.setattr(worker, "main", stop)
-    monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", CHECK])
-    assert program.main() == 6
-    assert capsys.readouterr().err == "", "a check that a failed training ends keeps no tasks"
-
-
-def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_named(
-    run: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    base = tmp_path / "base"
-    tokenizer.save_pretrained(base)
-    (base / "pytorch_model.bin").write_bytes(b"other weights")
-    model = replace(config.model, path=str(base), weights=Weights.pretrained)
-    trained = Origin(
-        run="tiny/now", recipe=None, config_sha256="c", tokenizer_sha256=None, chat_template_sha256=None,
-        system_prompt=None, system_prompt_sha256=system_prompt_hash(None), weights_fingerprint="1" * 64,
-    )  # fmt: skip
-    asked = Evaluation(
-        run=run, when="before", config=replace(config, model=model), model=None, tasks=["t"],
-        trained=trained,
-    )  # fmt: skip
-    with pytest.raises(DataError, match=r"have the fingerprint .*, and the run started from 111111111111"):
-        _bound_tokenizer(asked)
-    assert _bound_tokenizer(replace(asked, allowed=("base",)))[1]["mismatches"] == ["base"]
-    whole = replace(asked, model=base)  # trained whole: nothing of the base is left in it
-    assert _bound_tokenizer(whole)[1]["mismatches"] == []

@@ -65,44 +65,28 @@ def test_what_needs_no_check(run_config: RunConfig) -> None:
     assert needs_check(replace(asked, dataset=held, evaluation=EvaluationConfig(tasks=[])))
 
 
-def result(exact: int, overlapping: int, passages: int = 0) -> dict[str, Any]:
-    example = {"item": 4, "kind": "exact", "share": 1.0, "text": "is it", "document": "train.jsonl:17"}
-    group = {
-        "num_items": 1000, "num_exact": exact, "num_overlapping": overlapping, "num_shared_passage": passages,
-        "num_clean": 1000 - exact - overlapping - passages, "examples": [example],
-    }  # fmt: skip
-    return {"not_checked": None, "groups": {"boolq": group}}
-
-
-def config(choice: Contamination, run_config: RunConfig) -> RunConfig:
-    return replace(run_config, evaluation=replace(run_config.evaluation, contamination=choice))
+def refusing(config: RunConfig) -> RunConfig:
+    return replace(config, evaluation=replace(config.evaluation, contamination=Contamination.refuse))
 
 
 @pytest.mark.parametrize(
-    ("found", "is_refused"),
-    [
-        (result(1, 0), True),
-        (result(0, 10), True),
-        (result(0, 9), False),
-        (result(0, 0, 400), False),
-        (result(0, 0), False),
-    ],
+    ("counts", "is_refused"),
+    [(group(1), True), (group(0, 10), True), (group(0, 9), False), (group(0, 0, 400), False)],
 )
 def test_a_whole_item_or_one_of_a_hundred_in_part_is_refused(
-    found: dict[str, Any], is_refused: bool, tmp_path: Path, run_config: RunConfig
+    counts: dict[str, Any], is_refused: bool, tmp_path: Path, run_config: RunConfig
 ) -> None:
-    (tmp_path / "contamination.json").write_text(json.dumps(found))
-    refuse_contaminated(tmp_path, config(Contamination.report, run_config))
-    asked = config(Contamination.refuse, run_config)
+    (tmp_path / "contamination.json").write_text(json.dumps({"not_checked": None, "groups": {"boolq": counts}}))
+    refuse_contaminated(tmp_path, run_config)
     if not is_refused:
-        refuse_contaminated(tmp_path, asked)
+        refuse_contaminated(tmp_path, refusing(run_config))
         return
     with pytest.raises(DataError) as error:
-        refuse_contaminated(tmp_path, asked)
+        refuse_contaminated(tmp_path, refusing(run_config))
     assert (error.value.exit_code, error.value.problem_id) == (4, "contaminated")
 
 
 def test_a_check_that_left_nothing_is_refused(tmp_path: Path, run_config: RunConfig) -> None:
     with pytest.raises(DataError) as error:
-        refuse_contaminated(tmp_path, config(Contamination.refuse, run_config))
+        refuse_contaminated(tmp_path, refusing(run_config))
     assert error.value.problem_id == "contamination-not-checked"

@@ -8,6 +8,7 @@ import pytest
 
 from tunebook.record.differences import (
     answers_of,
+    mean_score,
     read_answers,
     score_difference,
     standard_error,
@@ -106,3 +107,22 @@ def test_a_score_of_several_tasks_is_paired_over_the_items_of_all_of_them() -> N
     assert task_difference("both", old, new, old_answers, new_answers)[1] == unpaired
     unweighted = tasks(1.0, 0.5, 0.8)  # each task counts as much, whatever its size
     assert task_difference("both", old, unweighted, old_answers, new_answers)[1] == unpaired
+
+
+def task(value: float, higher: bool | None = True, subtasks: list[str] | None = None) -> dict[str, Any]:
+    return {"value": value, "higher_is_better": higher, "subtasks": subtasks or []}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "expected"),
+    [
+        ({}, None),
+        ({"a": task(3.0, False)}, (3.0, False)),
+        ({"a": task(3.0, False), "b": task(1.0)}, None),
+        ({"all": task(0.5, subtasks=["a", "b"]), "a": task(0.1), "b": task(0.9), "c": task(1.0)}, (0.75, True)),
+    ],
+)
+def test_a_mean_score_counts_no_task_twice_and_mixes_no_directions(
+    tasks: dict[str, dict[str, Any]], expected: tuple[float, bool] | None
+) -> None:
+    assert mean_score(tasks) == expected

@@ -56,7 +56,7 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
     """`key=value` words of a command that composes nothing; a single bare word is the first key's value.
 
-    Raises: RequestError for an unknown key, with the nearest, and for a key that is set twice.
+    Raises: RequestError for an unknown key, with the nearest, a key that is set twice, and two that exclude each other.
     """
     typed: dict[str, str] = {}
     for word in words or []:
@@ -73,6 +73,12 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
                 f"'{word}' sets {key} once more, after {key}={typed[key]}; type one of them", problem_id="setting-twice"
             )
         typed[key] = value
+    for first, second in (("run", "model"), ("suite", "tasks")):
+        if first in typed and second in typed:
+            raise RequestError(
+                f"{first}={typed[first]} and {second}={typed[second]} exclude each other; type one of them",
+                problem_id=f"{first}-and-{second}",
+            )
     return typed
 
 
@@ -201,7 +207,6 @@ def evaluate(
             help="What may differ from the training: template, tokenizer, system_prompt, base, with commas; recorded.",
         ),
     ] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Evaluate finished tasks once more.")] = False,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
     ] = None,
@@ -226,7 +231,6 @@ def evaluate(
         batch_size=batch_size,
         allow_mismatch=allow_mismatch,
         code=code_words,
-        is_fresh=fresh,
         processes=processes,
     )
     outlive_readers()
@@ -283,8 +287,6 @@ def chat(
     from tunebook.train.requirements import refuse_wrong_image
 
     typed = settings(words, ("run", "model"))
-    if len(typed) == 2:
-        raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
     target = next(iter(typed.values()), LATEST)
     refuse_wrong_image()
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

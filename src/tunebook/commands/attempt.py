@@ -18,9 +18,8 @@ from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import StoppedError, TunebookError
 from tunebook.evaluate.code.judging import check_code
-from tunebook.evaluate.command import run_worker, score_table, worker_error
-from tunebook.evaluate.results import is_evaluated
-from tunebook.evaluate.resume import BEFORE, resume_command
+from tunebook.evaluate.command import run_worker, show_scores, worker_error
+from tunebook.evaluate.results import AFTER, BEFORE, is_evaluated, resume_command
 from tunebook.files import read_json
 from tunebook.launch.commands import (
     endpoint_of,
@@ -35,14 +34,12 @@ from tunebook.launch.logs import launcher_log, make_logs, torchrun_log
 from tunebook.launch.outcome import training_outcome
 from tunebook.launch.resume import is_trained
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
-from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import (
     CHECK,
     CONTAMINATION_FILE,
     is_checked,
     needs_check,
     refuse_contaminated,
-    score_lines,
 )
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
@@ -74,7 +71,9 @@ class Attempt:
             self._record_end(self._outcome_of(error))
             raise
         is_reported = self._record_end(outcome)
-        show_scores(self.folder, self.console)
+        files = [self.folder / "evaluation" / f"{when}.json" for when in (BEFORE, AFTER)]
+        if files[-1].is_file():
+            show_scores([read_json(file) for file in files if file.is_file()], self.folder, self.console)
         end, color = (outcome.reason, "red") if outcome.exit_code else ("finished", "green")
         print_text(end, self.console, style=color)
         print_text(f"run folder: {self.folder}", self.console)
@@ -85,7 +84,7 @@ class Attempt:
     def _train_and_evaluate(self) -> Outcome:
         evaluation, is_done = self.config.evaluation, is_trained(self.folder, self.config)
         if (evaluation.before or evaluation.after) and not is_contained(self.config):
-            check_code(evaluation, evaluation.tasks)  # now, and not after hours of training
+            check_code(evaluation)  # now, and not after hours of training
         if not is_done and needs_check(self.config):
             self._check_contamination()
         if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, BEFORE):
@@ -93,7 +92,7 @@ class Attempt:
             self.clock.passed("evaluation_before")
         outcome = read_outcomes(self.folder, world_size(self.config)) if is_done else self._train()
         if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
-            self._evaluate("after")
+            self._evaluate(AFTER)
         return outcome
 
     def _refuse_if_stopped(self) -> None:
@@ -201,16 +200,3 @@ class Attempt:
             print_text(warning, self.console, style="yellow")
             return False
         return True
-
-
-def show_scores(folder: Path, console: Console) -> None:
-    """Print the scores of the evaluations before and after training side by side, once both are done."""
-    files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
-    records = [read_json(file) for file in files if file.is_file()]
-    if files[-1].is_file():
-        console.print(score_table(records, folder))
-        before, after = [None, *records][-2:]
-        for line in score_lines(after):
-            print_text(line, console)
-        for line in fault_warnings(before, after):
-            print_text(f"warning: {line}", console, style="yellow")

@@ -70,7 +70,7 @@ def check_sandbox(config: RunConfig) -> None:
     settings, evaluation = config.launcher, config.evaluation
     if not isinstance(settings, SlurmConfig):
         if not is_later_node(config):
-            check_code(evaluation, evaluation.tasks)
+            check_code(evaluation)
         return
     handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
     if not is_contained(config) or handover in settings.container_mounts:

@@ -79,22 +79,6 @@ def resolve_path(text: str) -> Path:
     return text.typed_in / path if isinstance(text, PlacedPath) else path.absolute()
 
 
-def problems_of(task: str) -> str | None:
-    """The file of problems in a code task that is written as NAME@FILE; None for any other task."""
-    _, sign, file = task.partition("@")
-    if is_task_file(task) or not sign:
-        return None
-    return placed(file, task.typed_in) if isinstance(task, PlacedPath) else file
-
-
-def as_word(task: str) -> str:
-    """A configured task as an argument for another process, which does not know where its path was typed."""
-    if not isinstance(task, PlacedPath):
-        return task
-    problems = problems_of(task)
-    return str(resolve_path(task)) if problems is None else f"{task.partition('@')[0]}@{resolve_path(problems)}"
-
-
 def users_folders(named: list[Path]) -> list[Path]:
     """The folders of recipes that the user named, as typed: `--recipes-dir`, then $TUNEBOOK_RECIPES."""
     return [*named, *(Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part)]

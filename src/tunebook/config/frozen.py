@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.config.book import PlacedPath, is_relative, is_task_file, placed, problems_of
+from tunebook.config.book import PlacedPath, is_relative, is_task_file, placed
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.identity import plain
 from tunebook.config.model_facts import ARCHITECTURE_FILE, layers_from_json
@@ -125,9 +125,8 @@ def place_paths(config: RunConfig, folder: Path) -> None:
         is_name = key in ("name", "tokenizer")  # on the hub, unless there is such a folder
         if text and is_relative(text) and not (is_name and not (folder / text).exists()):
             setattr(section, key, placed(text, folder))
-    config.evaluation.tasks = [
-        placed(task, folder) if is_task_file(task) or problems_of(task) else task for task in config.evaluation.tasks
-    ]
+    tasks = config.evaluation.tasks
+    config.evaluation.tasks = [placed(task, folder) if is_task_file(task) else task for task in tasks]
 
 
 def _path_settings(config: RunConfig) -> Iterator[tuple[Any, str]]:

@@ -5,7 +5,6 @@ import sys
 
 from tunebook.errors import StoppedError
 from tunebook.processes import stop_when_input_ends
-from tunebook.record.contamination import CHECK
 from tunebook.terminal import outlive_readers
 
 
@@ -19,8 +18,6 @@ def main() -> int:
 
         return work()
     except KeyboardInterrupt:
-        if CHECK not in sys.argv:  # a check has no tasks, and ends with a training that has failed
-            print("evaluation: stopped; the finished tasks are kept", file=sys.stderr)
         return StoppedError.exit_code
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +20,12 @@ from rich.text import Text
 from tunebook.config.frozen import load_config
 from tunebook.data.conversation import Conversation
 from tunebook.data.template import ConversationRenderer
-from tunebook.errors import DoesNotFitError, RequestError, TunebookError
-from tunebook.evaluate.harness import require_system_prompt
+from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.target import Target, bare_config, find_target
-from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, uses_gpu
-from tunebook.model.adapters import is_adapter
-from tunebook.model.tokenizer import load_tokenizer, stop_ids
-from tunebook.record.model_origin import check_base, check_bound, origin_of
+from tunebook.evaluate.trained_model import bound_tokenizer, load_to_answer, uses_gpu
+from tunebook.model.tokenizer import stop_ids
+from tunebook.record.model_origin import origin_of
 from tunebook.record.run_folder import RUN_FILE
 from tunebook.terminal import print_text, quiet_libraries
 
@@ -86,10 +82,8 @@ class Chat:
         """Answer a question, show the pieces of the answer, keep both; return a note for the user, if any.
 
         Ctrl-C ends the answer, and what there is of it is kept. Raises: KeyboardInterrupt, RequestError if the
-        conversation is too long, DataError if the template refuses it, DoesNotFitError if memory runs out.
+        conversation is too long, DataError if the template refuses it.
         """
-        from transformers import TextIteratorStreamer
-
         turns = [*self.turns, {"role": "user", "content": question}]
         tokens = self._encode(turns)
         if len(tokens) >= self.context_tokens:
@@ -98,69 +92,65 @@ class Chat:
                 f"{self.context_tokens}; ask less, or begin again with /reset",
                 problem_id="chat-too-long",
             )
-        stop = threading.Event()
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, **_DECODE)
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            generation = thread.submit(self._generate, tokens, streamer, stop)
-            try:
-                for piece in streamer:
-                    show(piece)
-            finally:
-                stop.set()
-                answer = generation.result()
-                is_whole = bool(answer) and answer[-1] in self.stop_ids
-                text = str(self.tokenizer.decode(answer[:-1] if is_whole else answer, **_DECODE))
-                if text:
-                    self.turns = [*turns, {"role": "assistant", "content": text}]
+        pieces: list[str] = []
+
+        def take(piece: str, stream_end: bool = False) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        try:
+            answer = self._generate(tokens, take)
+        except KeyboardInterrupt:
+            self._keep(turns, "".join(pieces))
+            raise
+        is_whole = bool(answer) and answer[-1] in self.stop_ids
+        text = str(self.tokenizer.decode(answer[:-1] if is_whole else answer, **_DECODE))
+        self._keep(turns, text)
         if not is_whole:
             return f"cut off after {len(answer)} tokens; --max-new-tokens allows more, up to the context's size"
         return None if text else "the model gave an empty answer, which is not kept"
+
+    def _keep(self, turns: list[dict[str, str]], answer: str) -> None:
+        if answer:  # a template may refuse an empty turn
+            self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _encode(self, turns: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation, ready for the answer."""
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation.plain([*system, *turns]))
 
-    def _generate(self, tokens: list[int], streamer: Any, stop: threading.Event) -> list[int]:
-        """Generate in a thread, until the event is set at the latest; return the new tokens."""
+    def _generate(self, tokens: list[int], show: Callable[[str, bool], None]) -> list[int]:
+        """Generate an answer and show its text piece by piece; return the new tokens."""
         import torch
-        from transformers import StoppingCriteriaList
+        from transformers import TextStreamer
 
+        streamer: Any = TextStreamer(self.tokenizer, skip_prompt=True, **_DECODE)
+        streamer.on_finalized_text = show
         model: Any = self.model
         device, settings, sampling = model.device, model.generation_config, self.sampling
-        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": settings.top_k or 0}
+        sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": settings.top_k or 0}
         greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        try:
-            with (
-                torch.inference_mode(),
-                torch.autocast(device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None),
-            ):
-                prompt = torch.tensor([tokens], device=device)
-                rows = model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=min(sampling.max_new_tokens, self.context_tokens - len(tokens)),
-                    eos_token_id=self.stop_ids,
-                    pad_token_id=self.stop_ids[0],  # nothing is padded, but transformers warns without it
-                    use_cache=True,  # training turns it off
-                    streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList([lambda *_, **__: stop.is_set()]),
-                    **(drawn if sampling.temperature > 0 else greedy),
-                )
-        except torch.OutOfMemoryError as error:
-            raise DoesNotFitError(
-                f"the GPU ran out of memory on a conversation of {len(tokens)} tokens; make it shorter, lower "
-                "--max-new-tokens, or answer on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
-                problem_id="chat-out-of-memory",
-            ) from error
-        finally:
-            streamer.end()
-        found: list[int] = rows[0, len(tokens) :].tolist()
-        return found
+        prompt = torch.tensor([tokens], device=device)
+        with (
+            torch.inference_mode(),
+            torch.autocast(device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None),
+        ):
+            rows = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=min(sampling.max_new_tokens, self.context_tokens - len(tokens)),
+                eos_token_id=self.stop_ids,
+                pad_token_id=self.stop_ids[0],  # nothing is padded, but transformers warns without it
+                use_cache=True,  # training turns it off
+                streamer=streamer,
+                **(sampled if sampling.temperature > 0 else greedy),
+            )
+        new_tokens: list[int] = rows[0, len(tokens) :].tolist()
+        return new_tokens
 
 
-def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> tuple[Chat, list[str]]:
-    """Load a target; return a chat, and notes on what it is. `system` replaces the run's system prompt; '' removes it.
+def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> tuple[Chat, str]:
+    """Load a target; return a chat and its description. `system` replaces the run's system prompt; '' removes it.
 
     Raises: RequestError, DataError (the template or tokenizer differs from training), DoesNotFitError.
     """
@@ -171,20 +161,15 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
         trained, config = origin_of(target.run), load_config(target.run / RUN_FILE)
     else:
         trained, config = target.origin, bare_config(target)
-    tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
-    check_bound(trained, tokenizer, config.dataset.system_prompt)
+    tokenizer, _ = bound_tokenizer(config, target.folder, trained)
     if not tokenizer.chat_template:
         raise RequestError(
-            f"the tokenizer of {target.name} has no chat template: it is a base model or was trained on plain text. "
-            "Name an instruction-tuned model, or a run that was trained on conversations; if you know the template, "
-            "save it as chat_template.jinja next to the tokenizer",
+            f"the tokenizer of {target.name} has no chat template; name a model or run that was trained on "
+            "conversations, or save the template as chat_template.jinja next to the tokenizer",
             problem_id="tokenizer-no-template",
         )
-    if target.folder is not None and is_adapter(target.folder):
-        check_base(trained, config.model)
     placement = place(config, target.folder, num_processes=1)
     system_prompt = config.dataset.system_prompt if system is None else system or None
-    require_system_prompt(tokenizer, system_prompt)
     model, autocast = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)
     chat = Chat(
         model=model,
@@ -197,11 +182,10 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
     chat.reset()
     source = f"those of the run {trained.run}" if trained else "the model's own, and not compared with a run"
     dtype = str(chat.autocast_dtype or model.dtype).removeprefix("torch.")
-    return chat, [
-        f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens",
-        f"template and tokenizer are {source}",
-        f"system prompt: {system_prompt or 'none'}",
-    ]
+    return chat, (
+        f"{target.name}\n{model.device} in {dtype}, context {chat.context_tokens:,} tokens\n"
+        f"template and tokenizer are {source}\nsystem prompt: {system_prompt or 'none'}"
+    )
 
 
 def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str | None, sampling: Sampling) -> None:
@@ -212,15 +196,15 @@ def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str 
     question = sys.stdin.read().rstrip("\r\n") if prompt is None and not sys.stdin.isatty() else prompt
     if question is not None and not question.strip():
         raise RequestError("there is nothing to answer: the text is empty; write a question", problem_id="chat-no-text")
-    found = find_target(target, outputs)
+    model = find_target(target, outputs)
     with quiet_libraries():
-        with Console(stderr=True).status(Text(f"loading {found.name}")):
-            chat, notes = load_chat(found, sampling, system)
+        with Console(stderr=True).status(Text(f"loading {model.name}")):
+            chat, description = load_chat(model, sampling, system)
         if question is None:
             with suppress(ImportError):  # Python may lack it: no arrow keys or history
                 import readline  # noqa: F401
             console = Console(highlight=False)
-            _say("\n".join([found.name, *notes, HELP]), console)
+            _say(f"{description}\n{HELP}", console)
             converse(chat, console)
             return
         is_shown = sys.stdout.isatty()
@@ -256,18 +240,14 @@ def converse(chat: Chat, console: Console, read_line: Callable[[str], str] = inp
             elif _COMMAND.fullmatch(line):
                 _say(HELP, console)
             elif line:
-                _answer(chat, line, console)
+                note: str | None = "stopped"
+                try:
+                    note = chat.ask(line, lambda piece: console.out(printable(piece), end="", highlight=False))
+                except KeyboardInterrupt:  # ends only this answer
+                    pass
+                finally:
+                    console.print()
+                if note:
+                    _say(f"({note})", console)
         except TunebookError as error:
             _say(error.message, console, style="red")
-
-
-def _answer(chat: Chat, question: str, console: Console) -> None:
-    note: str | None = "stopped"
-    try:
-        note = chat.ask(question, lambda piece: console.out(printable(piece), end="", highlight=False))
-    except KeyboardInterrupt:  # ends only this answer
-        pass
-    finally:
-        console.print()
-    if note:
-        _say(f"({note})", console)

@@ -13,19 +13,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.config.book import as_word
+from tunebook.config.book import PlacedPath, resolve_path
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
+from tunebook.evaluate.results import BEFORE
 from tunebook.evaluate.target import bare_config, find_target, results_folder
-from tunebook.evaluate.task_files import refuse_suite_and_tasks, suite_settings
+from tunebook.evaluate.task_files import suite_settings
 from tunebook.files import atomic_write_text, read_json
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
-from tunebook.record.contamination import result_lines, score_lines
+from tunebook.record.contamination import score_lines
 from tunebook.record.differences import answers_of, score_in_words
 from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.scores import Score, ScoreRow, score_rows
@@ -48,7 +49,6 @@ class EvaluationRequest:
     batch_size: str | None = None  # of requests, or auto
     allow_mismatch: str = ""  # comma-separated differences from training to allow
     code: list[str] = field(default_factory=list)  # overrides such as evaluation.code.num_samples=20
-    is_fresh: bool = False  # evaluate finished tasks once more
     processes: int | None = None  # that share the requests
 
 
@@ -57,15 +57,9 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
     the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`, and
-    the configuration; for another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
-    Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
+    the configuration; for another model in `<outputs>/evaluations/<name>/`.
+    Raises: RequestError for what cannot be evaluated; after the results are printed, the worker's error.
     """
-    if request.run is not None and request.model is not None:
-        raise RequestError(
-            f"run={request.run} and model={request.model} exclude each other; type one of them",
-            problem_id="run-and-model",
-        )
-    refuse_suite_and_tasks(request.suite, request.tasks)
     allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
     target = find_target(request.model or request.run or LATEST, outputs, is_model=request.model is not None)
@@ -84,15 +78,14 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
             "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
-    check_code(settings, settings.tasks)
+    check_code(settings)
     when = f"eval-{time_name()}-{os.getpid()}"
     file = folder / "evaluation" / f"{when}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    settings = replace(settings, tasks=[as_word(task) for task in settings.tasks])
-    atomic_write_text(file, config_to_yaml(replace(config, evaluation=settings)))
+    tasks = [str(resolve_path(task)) if isinstance(task, PlacedPath) else task for task in settings.tasks]
+    atomic_write_text(file, config_to_yaml(replace(config, evaluation=replace(settings, tasks=tasks))))
     options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
-    options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
     _report(file.with_suffix(".json"), end, when, console)
@@ -110,11 +103,11 @@ def read_batch_size(text: str) -> int | None:
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
     """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override."""
     settings = config.evaluation if request.suite is None else suite_settings(request.suite)
-    asked = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
-    given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    options = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
+    changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if request.batch_size is not None:
-        given["batch_size"] = read_batch_size(request.batch_size)
-    return apply_overrides(replace(settings, **given), request.code)
+        changes["batch_size"] = read_batch_size(request.batch_size)
+    return apply_overrides(replace(settings, **changes), request.code)
 
 
 def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
@@ -125,15 +118,20 @@ def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
     record = read_json(file)
     if record["bound"]["mismatches"]:
         print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
-    found, before = record["contamination"], file.with_name("before.json")
-    lines = result_lines(found["tasks"], found["not_checked"]) if found else []
-    faults = fault_warnings(read_json(before) if before.is_file() else None, record)
-    for line in [*lines, *score_lines(record), *(f"warning: {fault}" for fault in faults)]:
-        print(line, file=sys.stderr)
-    console.print(score_table([record]))
+    show_scores([record], file.parent.parent, console)
     print_text(f"written: {file}", console)
     if error is not None:
         raise error
+
+
+def show_scores(records: list[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Print one or two evaluations of a run in a table, and the warnings of the last one."""
+    console.print(score_table(records, folder))
+    for line in score_lines(records[-1]):
+        print_text(line, console)
+    before = folder / "evaluation" / f"{BEFORE}.json"
+    for line in fault_warnings(read_json(before) if before.is_file() else None, records[-1]):
+        print_text(f"warning: {line}", console, style="yellow")
 
 
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
@@ -159,11 +157,8 @@ def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[st
     return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *options]
 
 
-def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
-    """Show one or two evaluations in a table: a row per task and group, a column per evaluation, and the change.
-
-    With `run`, the error of the change is that of the items' paired differences.
-    """
+def score_table(records: list[dict[str, Any]], run: Path) -> Table:
+    """Show one or two evaluations in a table: a row per task and group, a column per evaluation, and the change."""
     table = Table(title="Evaluation", title_justify="left", box=None, pad_edge=False)
     table.add_column("task")
     table.add_column("items", justify="right")
@@ -172,7 +167,7 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
     if len(records) == 2:
         table.add_column("change", justify="right")
     is_pair = len(records) == 2
-    answers = [answers_of(run, record) if run and is_pair else {} for record in records]
+    answers = [answers_of(run, record) if is_pair else {} for record in records]
     last = records[-1]
     for row in score_rows(records[0], last, *answers) if is_pair else score_rows(None, last):
         name = f"  {row.name}" if row.is_group else f"{row.name} ({row.metric})"

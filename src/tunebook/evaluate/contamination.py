@@ -35,7 +35,7 @@ from tunebook.data.readers import read_records
 from tunebook.data.sources import load_corpus
 from tunebook.data.turns import texts_of_turn
 from tunebook.errors import DataError, TunebookError
-from tunebook.evaluate.harness import LoadedTask, loaded_without_model
+from tunebook.evaluate.harness import LoadedTask, load_tasks
 from tunebook.evaluate.results import Answer, mean_with_error
 from tunebook.evaluate.task_files import Task
 from tunebook.files import atomic_write_json, cache_root, sha256_text
@@ -84,15 +84,15 @@ def _anchors(words: Sequence[str]) -> set[int]:
 
 def loaded_questions(loaded: Iterable[LoadedTask], limit: int | None) -> dict[str, list[Question]]:
     """The items of loaded tasks by name, without examples, description and chat template."""
-    found = {}
-    for one in loaded:
-        for name, task in one.found["tasks"].items():
-            if one.source.conversations is not None:
-                found[name] = conversation_questions(one.source.conversations, limit)
+    questions = {}
+    for requested in loaded:
+        for name, task in requested.content["tasks"].items():
+            if requested.source.conversations is not None:
+                questions[name] = conversation_questions(requested.source.conversations, limit)
             else:
                 documents = task.doc_iterator(rank=0, limit=limit, world_size=1)
-                found[name] = [_task_question(task, document) for _, document in documents]
-    return found
+                questions[name] = [_task_question(task, document) for _, document in documents]
+    return questions
 
 
 def _task_question(task: Any, document: Mapping[str, Any]) -> Question:
@@ -120,8 +120,8 @@ def document_question(row: Mapping[str, Any]) -> Question:
     """A document as an item: its prompt, the turns that are not the assistant's, or all of it."""
     if "messages" not in row:
         return (row.get("prompt", row.get("text")),)
-    asked = [turn for turn in row["messages"] if turn["role"] not in ("assistant", "system")]
-    return tuple(text for turn in asked or row["messages"] for text in texts_of_turn(turn))
+    questions = [turn for turn in row["messages"] if turn["role"] not in ("assistant", "system")]
+    return tuple(text for turn in questions or row["messages"] for text in texts_of_turn(turn))
 
 
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
@@ -131,8 +131,8 @@ def _texts_of(row: Mapping[str, Any]) -> list[str]:
     return [row["prompt"], row["completion"]] if "prompt" in row else [row["text"]]
 
 
-class _Wanted:
-    """An item as it is looked for."""
+class _Item:
+    """An item as the search compares it."""
 
     def __init__(self, question: Question) -> None:
         fields = sorted((words for text in question if (words := words_of(text))), key=len)
@@ -142,11 +142,11 @@ class _Wanted:
         self.grams = set().union(*(_grams(words[:MAX_WORDS]) for words in fields))  # later without common ones
         self.exact_in: str | None = None  # the first document with the whole question
 
-    def kind(self, found: Mapping[int, str]) -> str:
-        """The kind, if `found` are the 13-grams of the training documents."""
+    def kind(self, trained: Mapping[int, str]) -> str:
+        """The kind, if the training documents have the 13-grams `trained`."""
         if self.exact_in is not None:
             return "exact"
-        hits = self.grams & found.keys()
+        hits = self.grams & trained.keys()
         return "overlapping" if hits - self.passage else "shared_passage" if hits else "clean"
 
 
@@ -154,54 +154,54 @@ def search(
     groups: Mapping[str, Sequence[Question]], documents: Iterable[tuple[str, Sequence[str]]]
 ) -> dict[str, dict[str, Any]]:
     """Look for the items of all groups in one pass over the documents: (origin, turns or fields)."""
-    wanted = {name: _without_common(questions) for name, questions in groups.items()}
-    every = [one for of_group in wanted.values() for one in of_group]
-    counts = Counter(anchor for one in every for anchor in one.anchors)
-    by_anchor: defaultdict[int, list[_Wanted]] = defaultdict(list)
-    for one in every:
-        if one.anchors:
-            by_anchor[min(one.anchors, key=counts.__getitem__)].append(one)
-    grams = frozenset().union(*(one.grams for one in every))
+    items = {name: _without_common(questions) for name, questions in groups.items()}
+    all_items = [item for group in items.values() for item in group]
+    counts = Counter(anchor for item in all_items for anchor in item.anchors)
+    by_anchor: defaultdict[int, list[_Item]] = defaultdict(list)
+    for item in all_items:
+        if item.anchors:
+            by_anchor[min(item.anchors, key=counts.__getitem__)].append(item)
+    grams = frozenset().union(*(item.grams for item in all_items))
     first_in: dict[int, str] = {}  # the first document with each 13-gram
     for origin, texts in documents:
         words = [words_of(text) for text in texts]
         for gram in grams & set().union(*map(_grams, words)):
             first_in.setdefault(gram, origin)
-        joined = [_join(one) for one in words]
+        joined = [_join(text) for text in words]
         for anchor in by_anchor.keys() & set().union(*map(_anchors, words)):
-            for one in by_anchor[anchor]:
-                if one.exact_in is None and all(any(part in text for text in joined) for part in one.parts):
-                    one.exact_in = origin
-    return {name: _result(groups[name], of_group, first_in) for name, of_group in wanted.items()}
+            for item in by_anchor[anchor]:
+                if item.exact_in is None and all(any(part in text for text in joined) for part in item.parts):
+                    item.exact_in = origin
+    return {name: _result(groups[name], group, first_in) for name, group in items.items()}
 
 
-def _without_common(questions: Sequence[Question]) -> list[_Wanted]:
+def _without_common(questions: Sequence[Question]) -> list[_Item]:
     """A group's items without the 13-grams that many of them share."""
-    wanted = [_Wanted(question) for question in questions]
-    counts = Counter(gram for one in wanted for gram in one.grams)
-    most = min(MAX_ITEMS_WITH_GRAM, max(2, len(wanted) // 2))
+    items = [_Item(question) for question in questions]
+    counts = Counter(gram for item in items for gram in item.grams)
+    most = min(MAX_ITEMS_WITH_GRAM, max(2, len(items) // 2))
     common = {gram for gram, count in counts.items() if count > most}
-    for one in wanted:
-        one.grams -= common
-    return wanted
+    for item in items:
+        item.grams -= common
+    return items
 
 
-def _result(questions: Sequence[Question], wanted: Sequence[_Wanted], first_in: Mapping[int, str]) -> dict[str, Any]:
+def _result(questions: Sequence[Question], items: Sequence[_Item], first_in: Mapping[int, str]) -> dict[str, Any]:
     """Counts, the numbers of the items of each kind, and a few examples with the training document's origin."""
-    kinds = [one.kind(first_in) for one in wanted]
-    items = {kind: [number for number, found in enumerate(kinds) if found == kind] for kind in KINDS}
+    kinds = [item.kind(first_in) for item in items]
+    numbers = {kind: [number for number, other in enumerate(kinds) if other == kind] for kind in KINDS}
     examples = []
-    for number in [number for kind in KINDS for number in items[kind]][:NUM_EXAMPLES]:
+    for number in [number for kind in KINDS for number in numbers[kind]][:NUM_EXAMPLES]:
         # The shortest field first: a long passage says less about the item.
         text = " / ".join(" ".join(field.split()) for field in sorted(questions[number], key=len))[:_EXCERPT]
-        one = wanted[number]
-        document = one.exact_in or next(first_in[gram] for gram in one.grams if gram in first_in)
+        item = items[number]
+        document = item.exact_in or next(first_in[gram] for gram in item.grams if gram in first_in)
         examples.append({"item": number, "kind": kinds[number], "text": text, "document": document})
     return {
         "items_sha256": sha256_text(ascii(questions)),
         "num_items": len(questions),
         **{f"num_{kind}": kinds.count(kind) for kind in (*KINDS, "clean")},
-        "items": items,
+        "items": numbers,
         "examples": examples,
     }
 
@@ -209,10 +209,11 @@ def _result(questions: Sequence[Question], wanted: Sequence[_Wanted], first_in: 
 def _search_run(
     run: Path, config: RunConfig, groups: Mapping[str, Sequence[Question]], *, with_validation: bool = False
 ) -> dict[str, Any]:
-    """Read a run's documents again and search them for items, and for those of the validation part.
+    """Read a run's documents again, search them for items and those of the validation part, and print the result.
 
-    Returns the content of a run's file; if the documents cannot be read or have changed, why.
+    Returns the content of a run's file; if the documents cannot be read or have changed, the reason.
     """
+    result: dict[str, Any] = {"not_checked": None, "num_documents": 0, "groups": {}}
     vocab_size, eos_token_id = vocabulary(config)
     cache_root().mkdir(parents=True, exist_ok=True)
     try:
@@ -229,23 +230,25 @@ def _search_run(
             if with_validation and (part := corpus.validation) is not None:
                 rows = part.select(range(min(len(part), MAX_VALIDATION_ITEMS)))
                 groups = {**groups, VALIDATION: [document_question(row) for row in rows]}
-            found = search(groups, ((row["origin"], _texts_of(row)) for row in corpus.train))
-            return {"not_checked": None, "num_documents": len(corpus.train), "groups": found}
+            result["groups"] = search(groups, ((row["origin"], _texts_of(row)) for row in corpus.train))
+            result["num_documents"] = len(corpus.train)
     except TunebookError as error:
-        return {"not_checked": error.message.splitlines()[0], "num_documents": 0, "groups": {}}
+        result["not_checked"] = error.message.splitlines()[0]
+    for line in result_lines(result["groups"], result["not_checked"]):
+        print(line, file=sys.stderr, flush=True)
+    return result
 
 
 def check_run(run: Path, config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Look for a run's items before its training; write and print what was found."""
+    """Look for a run's items before its training; write and print the result."""
     request, limit = request_of(config), config.evaluation.limit
     tasks = tasks if request["tasks"] else []
     groups = {task.name: conversation_questions(task.conversations, limit) for task in tasks if task.conversations}
-    with loaded_without_model([task for task in tasks if not task.conversations], limit) as (loaded, _):
+    with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
+        loaded = load_tasks([task for task in tasks if not task.conversations], Path(cache))
         groups |= loaded_questions(loaded, limit)
     result = _search_run(run, config, groups, with_validation=True)
     atomic_write_json(run / CONTAMINATION_FILE, result | {"request": request})
-    for line in result_lines(result["groups"], result["not_checked"]):
-        print(line, file=sys.stderr, flush=True)
 
 
 def check_evaluated(run: Path, config: RunConfig, loaded: Iterable[LoadedTask]) -> dict[str, Any] | None:
@@ -257,10 +260,10 @@ def check_evaluated(run: Path, config: RunConfig, loaded: Iterable[LoadedTask]) 
     if is_off or not (run / RUN_FILE).is_file():
         return None
     groups = loaded_questions(loaded, config.evaluation.limit)
-    found = read_contamination(run) or {}
-    known = {name: found.get("groups", {}).get(name, {}) for name in groups}
+    recorded = read_contamination(run) or {}
+    known = {name: recorded.get("groups", {}).get(name, {}) for name in groups}
     if all(known[name].get("items_sha256") == sha256_text(ascii(groups[name])) for name in groups):
-        return {**found, "groups": known}
+        return {**recorded, "groups": known}
     return _search_run(run, config, groups)
 
 
@@ -282,8 +285,9 @@ def with_scores(
         counts = {key: value for key, value in group.items() if key.startswith("num_")}
         tasks[name] = counts | {"scores": {}}
         if is_mean and len(by_kind["clean"]) < len(values):
-            found = {kind: some for kind, some in by_kind.items() if some}
             tasks[name]["scores"] = {
-                kind: {**mean_with_error(some), "num_items": len(some)} for kind, some in found.items()
+                kind: {**mean_with_error(numbers), "num_items": len(numbers)}
+                for kind, numbers in by_kind.items()
+                if numbers
             }
     return {"not_checked": result["not_checked"], "tasks": tasks}

@@ -19,30 +19,25 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError, TunebookError, first_line
+from tunebook.errors import TunebookError, first_line
 from tunebook.evaluate.code.judging import judge_programs, require_sandbox
-from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
+from tunebook.evaluate.contamination import check_evaluated, with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, LoadedTask, load_tasks, prepare_environment, run_task
 from tunebook.evaluate.placement import ONE_PROCESS, Placement
-from tunebook.evaluate.results import choose_samples, task_answers, task_scores
-from tunebook.evaluate.resume import model_identity, resume_command
+from tunebook.evaluate.results import choose_samples, resume_command, task_answers, task_scores
 from tunebook.evaluate.task_files import Task
 from tunebook.evaluate.trained_model import (
-    load_padded_tokenizer,
+    bound_tokenizer,
     load_to_answer,
-    tokenizer_of_run,
+    model_identity,
     trained_architecture,
     uses_gpu,
 )
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.hardware.disk import is_disk_full
-from tunebook.model.adapters import is_adapter
 from tunebook.record.answer_faults import count_faults
-from tunebook.record.model_origin import Origin, check_base, check_bound
+from tunebook.record.model_origin import Origin
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from tunebook.evaluate.request_model import RequestModel
 
 ANSWERS_FOLDER = "parts"  # of the kept answers of tasks
@@ -59,7 +54,6 @@ class Evaluation:
     tasks: list[Task]
     trained: Origin | None = None  # the training's tokenizer, template and system prompt; None: unknown
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
-    is_fresh: bool = False  # compute kept answers again
     placement: Placement = ONE_PROCESS
     process: int = 0  # of the placement's processes; the first writes the results
 
@@ -68,7 +62,14 @@ class Evaluation:
         """The folder of its files."""
         return self.run / "evaluation"
 
-    def say(self, text: str) -> None:
+    @property
+    def is_local(self) -> bool:
+        """Whether the tasks, the model and its tokenizer are all local, so that the hub is not needed."""
+        model = self.config.model
+        is_model_local = model.path is not None and model.tokenizer is None
+        return is_model_local and all(task.has_own_data for task in self.tasks)
+
+    def report(self, text: str) -> None:
         """Print a line, in the first process."""
         if self.process == 0:
             print(f"evaluation {self.when}: {text}", file=sys.stderr, flush=True)
@@ -83,78 +84,36 @@ class _Results:
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
-def evaluate(evaluation: Evaluation, started: float) -> Path:
-    """Run an evaluation that began at the monotonic time `started`; return the file of its record.
+def evaluate(evaluation: Evaluation, started: float) -> None:
+    """Run an evaluation that began at the monotonic time `started`, and write its record.
 
     The answers of every finished task are kept at once, and used by the next evaluation of the same model.
-    Raises: the first failed task's error, after the results of the others are written.
+    Raises: RequestError for tasks that cannot be loaded; an error with the failed tasks after the results of the others
+    are written.
     """
-    if not evaluation.tasks:
-        raise RequestError(
-            "evaluation.tasks is empty, so there is nothing to evaluate; name tasks, such as "
-            "evaluation.tasks=[book:recipes/quickstart/tasks/quickstart.yaml]",
-            problem_id="no-tasks",
-        )
     require_sandbox(evaluation.tasks)
-    prepare_environment(is_offline=_is_local(evaluation))
+    prepare_environment(is_offline=evaluation.is_local)
+    from lm_eval.models.utils import resolve_max_length
+
+    config = evaluation.config
     evaluation.folder.mkdir(exist_ok=True)
-    tokenizer, bound = _bound_tokenizer(evaluation)
+    tokenizer, bound = bound_tokenizer(config, evaluation.model, evaluation.trained, evaluation.allowed)
     file = evaluation.folder / f"{evaluation.when}.json"
     with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
-        settings = _harness_settings(evaluation, tokenizer, Path(cache))
-        loaded, missing = load_tasks(evaluation.tasks, settings)
-        results = _Results(failed=dict(missing))
-        for error in missing.values():
-            evaluation.say(f"left out: {error.message}")
-        if loaded:
-            model = _load_model(evaluation, settings, bound)
-            _run_tasks(evaluation, loaded, model, settings, results)
+        settings = HarnessSettings(
+            tokenizer=tokenizer,
+            max_length=resolve_max_length(trained_architecture(config, evaluation.model), tokenizer),
+            num_fewshot=config.evaluation.num_fewshot,
+            limit=config.evaluation.limit,
+            system_prompt=config.dataset.system_prompt,
+        )
+        loaded = load_tasks(evaluation.tasks, Path(cache), settings)
+        model = _load_model(evaluation, settings, bound)
+        results = _run_tasks(evaluation, loaded, model, settings)
         if results.finished and evaluation.process == 0:
             _write_results(evaluation, results, bound | model.prompted(), model, file, started)
     if results.failed:
         raise _failure(results, file, resume_command(evaluation.run, evaluation.when))
-    return file
-
-
-def check_contamination(evaluation: Evaluation) -> None:
-    """Look for the tasks' items and the validation part in the training documents, and write what was found."""
-    prepare_environment(is_offline=_is_local(evaluation))
-    check_run(evaluation.run, evaluation.config, evaluation.tasks)
-
-
-def _is_local(evaluation: Evaluation) -> bool:
-    """Return whether the tasks, the model and its tokenizer are all local, so that the hub is not needed."""
-    model = evaluation.config.model
-    is_model_local = model.path is not None and model.tokenizer is None
-    return is_model_local and all(task.has_own_data for task in evaluation.tasks)
-
-
-def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """Load the run's tokenizer and compare it with the training's; return it and the record of the comparison.
-
-    If the model needs the weights that the run started from, they are compared too.
-    """
-    config, trained = evaluation.config, evaluation.trained
-    tokenizer = load_padded_tokenizer(tokenizer_of_run(config.model, evaluation.model))
-    bound = check_bound(trained, tokenizer, config.dataset.system_prompt, evaluation.allowed)
-    if evaluation.model is None or is_adapter(evaluation.model):
-        bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, evaluation.allowed)]
-    return tokenizer, bound
-
-
-def _harness_settings(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, cache: Path) -> HarnessSettings:
-    from lm_eval.models.utils import resolve_max_length
-
-    config = evaluation.config
-    return HarnessSettings(
-        tokenizer=tokenizer,
-        max_length=resolve_max_length(trained_architecture(config, evaluation.model), tokenizer),
-        num_fewshot=config.evaluation.num_fewshot,
-        limit=config.evaluation.limit,
-        system_prompt=config.dataset.system_prompt,
-        items_folder=evaluation.folder,
-        cache_folder=cache,
-    )
 
 
 def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[str, Any]) -> RequestModel:
@@ -162,7 +121,7 @@ def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[s
     from tunebook.evaluate.request_model import RequestModel
 
     config, placement = evaluation.config, evaluation.placement
-    evaluation.say(f"{_describe_model(evaluation)} is loaded {placement.text}")
+    evaluation.report(f"{_describe_model(evaluation)} is loaded {placement.text}")
     model, dtype = load_to_answer(config, evaluation.model, is_sharded=placement.is_sharded)
     return RequestModel(
         model,
@@ -177,40 +136,38 @@ def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[s
             "harness_version": version("lm_eval"),
             "on_gpu": uses_gpu(config),
         },
-        is_fresh=evaluation.is_fresh,
         process=evaluation.process,
         num_processes=placement.num_processes,
     )
 
 
 def _run_tasks(
-    evaluation: Evaluation,
-    loaded: list[LoadedTask],
-    model: RequestModel,
-    settings: HarnessSettings,
-    results: _Results,
-) -> None:
-    """Run all tasks into `results`. Raises: disk-full errors, since later answers could not be saved either."""
+    evaluation: Evaluation, loaded: list[LoadedTask], model: RequestModel, settings: HarnessSettings
+) -> _Results:
+    """Run all tasks."""
+    results = _Results()
     for number, task in enumerate(loaded, 1):
         name, started = task.source.name, time.monotonic()
-        evaluation.say(f"{name} (task {number} of {len(loaded)})")
+        evaluation.report(f"{name} (task {number} of {len(loaded)})")
         try:
-            found = run_task(model, task, settings)
-            scores = {} if task.source.code else task_scores(found)  # programs are judged at the end
+            task_results = run_task(model, task, settings)
+            if not task.source.code:  # programs are judged at the end
+                task_scores(task_results)  # refuses a score that is not finite
         except Exception as error:
-            if is_disk_full(error):
-                raise
             results.failed[name] = error
             if not isinstance(error, TunebookError):
                 traceback.print_exc(file=sys.stderr)
-            evaluation.say(f"{name}: failed, {describe_error(error)}")
+            evaluation.report(f"{name}: failed, {describe_error(error)}")
             continue
-        for key, value in found.items():
+        for key, value in task_results.items():
             results.merged.setdefault(key, {}).update(value)
         results.finished.append(task)
-        evaluation.say(f"{name}: {_describe_score(scores.get(name))}{time.monotonic() - started:.0f} s")
+        evaluation.report(f"{name}: {time.monotonic() - started:.0f} s")
     if model.reused:
-        evaluation.say(f"kept answers were used for {', '.join(model.reused)}; --fresh computes them again")
+        evaluation.report(
+            f"kept answers were used for {', '.join(model.reused)}; without {model.folder} they are computed again"
+        )
+    return results
 
 
 def describe_error(error: Exception) -> str:
@@ -218,18 +175,9 @@ def describe_error(error: Exception) -> str:
     return first_line(error) if isinstance(error, TunebookError) else f"{type(error).__name__}: {first_line(error)}"
 
 
-def _describe_score(score: dict[str, Any] | None) -> str:
-    if score is None:
-        return ""
-    error = "" if score["stderr"] is None else f" ± {score['stderr']:.2g}"
-    return f"{score['num_items']:,} items, {score['metric']} {score['value']:.4g}{error}, "
-
-
 def _failure(results: _Results, file: Path, command: str) -> TunebookError:
     """Return the error of an evaluation with failed tasks, with the first one's exit code."""
     first = next(iter(results.failed.values()))
-    if len(results.failed) == 1 and not results.finished and isinstance(first, TunebookError):
-        return first
     failures = "; ".join(f"{name} ({describe_error(error)})" for name, error in results.failed.items())
     kept = f". The results of the others are in {file}; {command} evaluates again" if results.finished else ""
     count = f"{len(results.failed)} of {len(results.failed) + len(results.finished)} tasks failed"
@@ -242,17 +190,17 @@ def _write_results(
     evaluation: Evaluation, results: _Results, bound: dict[str, Any], model: RequestModel, file: Path, started: float
 ) -> None:
     """Have the programs judged; write the record and every answer."""
-    config, placement = evaluation.config.evaluation, evaluation.placement
+    config = evaluation.config.evaluation
     code = judge_programs(
         results.merged,
         [task.source for task in results.finished],
         evaluation.folder / f"{evaluation.when}-programs.jsonl",
-        say=evaluation.say,
+        report=evaluation.report,
     )
     scores = task_scores(results.merged)
-    answers = {name: task_answers(name, results.merged) for task in results.finished for name in task.found["tasks"]}
-    everything = [answer for found in answers.values() for answer in found]
-    lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in everything]
+    answers = {name: task_answers(name, results.merged) for task in results.finished for name in task.content["tasks"]}
+    all_answers = [answer for task in answers.values() for answer in task]
+    lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in all_answers]
     atomic_write_text(evaluation.folder / f"{evaluation.when}-answers.jsonl", "\n".join([*lines, ""]))
     checked = check_evaluated(evaluation.run, evaluation.config, results.finished)
     record = {
@@ -262,17 +210,12 @@ def _write_results(
         "bound": bound,
         "tasks": scores,
         "failed": {name: describe_error(error) for name, error in results.failed.items()},
-        "samples": choose_samples(everything),
-        "baseline": score_first_baseline(evaluation),
+        "samples": choose_samples(all_answers),
+        "baseline": score_baseline(evaluation),
         "harness_version": version("lm_eval"),
         "seeds": SEEDS,
         "limit": config.limit,
         "batch_size": "auto" if config.batch_size is None else config.batch_size,
-        "spread": {
-            "text": placement.text,
-            "processes": placement.num_processes,
-            "is_sharded": placement.is_sharded,
-        },
         "reused": model.reused,
         "code": code,
         "answer_faults": count_faults(answers, lambda text: len(model.tok_encode(text, add_special_tokens=False))),
@@ -290,10 +233,13 @@ def _describe_model(evaluation: Evaluation) -> str:
     return f"{model.name or model.path} ({model.weights.name} weights)"
 
 
-def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
-    """Score the first task that has a baseline, on the same items and the file that the run trains on.
+def score_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
+    """Score the first task that has a baseline without a model, on the same items and the file that the run trains on.
 
-    None without such a task or file, and with a limit, because a baseline always answers every item.
+    `metadata.baseline` of the task names a Python file. It defines `NAME`, a short text, and
+    `score(train_file, heldout_file) -> dict[str, float]`: the share of held-out items answered correctly, under
+    `overall` and under each group. None without such a task or file, and with a limit, because a baseline always
+    answers every item.
     """
     dataset = evaluation.config.dataset
     if dataset.source is not Source.files or dataset.path is None or evaluation.config.evaluation.limit is not None:
@@ -301,18 +247,9 @@ def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
     train_file = resolve_path(dataset.path)
     for task in evaluation.tasks if train_file.is_file() else ():
         if task.baseline is not None and task.conversations is not None:
-            return score_baseline(task.baseline, train_file, task.conversations)
+            module = runpy.run_path(str(task.baseline))
+            scores: dict[str, float] = dict(module["score"](train_file, task.conversations))
+            overall = float(scores.pop("overall"))
+            groups = {group: {"value": scores[group]} for group in sorted(scores)}
+            return {"name": str(module["NAME"]), "value": overall, "groups": groups}
     return None
-
-
-def score_baseline(file: Path, train_file: Path, heldout_file: Path) -> dict[str, Any]:
-    """Score a task's items without a model, by the Python file that its `metadata.baseline` names.
-
-    The file defines `NAME`, a short text, and `score(train_file, heldout_file) -> dict[str, float]`: the share of
-    held-out items answered correctly, under `overall` and under each group.
-    """
-    names = runpy.run_path(str(file))
-    scores: dict[str, float] = dict(names["score"](train_file, heldout_file))
-    overall = float(scores.pop("overall"))
-    groups = {group: {"value": scores[group]} for group in sorted(scores)}
-    return {"name": str(names["NAME"]), "value": overall, "groups": groups}

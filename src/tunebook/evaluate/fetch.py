@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,8 +20,8 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.evaluate.harness import loaded_without_model, prepare_environment
-from tunebook.evaluate.task_files import refuse_suite_and_tasks, resolve_task, suite_settings
+from tunebook.evaluate.harness import load_tasks, prepare_environment
+from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.terminal import print_text, quiet_libraries
 
 
@@ -37,7 +38,6 @@ def fetch_command(
 
     Raises: RequestError for an unknown name, for what cannot be fetched, and for tasks that cannot be loaded.
     """
-    refuse_suite_and_tasks(suite, tasks)
     is_run = recipe is not None or bool(overrides)
     if not is_run and suite is None and not tasks:
         raise RequestError(
@@ -46,9 +46,8 @@ def fetch_command(
             problem_id="nothing-to-fetch",
         )
     config = compose(recipe, overrides, recipes_dirs).config if is_run else plain_config()
-    asked = [*(tasks or (suite_settings(suite).tasks if suite else [])), *config.evaluation.tasks]
     _fetch_run(config, console)
-    require_tasks(asked)
+    require_tasks([*(tasks or (suite_settings(suite).tasks if suite else [])), *config.evaluation.tasks])
     print_text("everything is here", console)
 
 
@@ -81,10 +80,10 @@ def require_tasks(tasks: Iterable[str]) -> None:
 
     In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError.
     """
-    asked = [task for task in dict.fromkeys(tasks) if not resolve_task(task).has_own_data]
-    if not asked:
+    remote = [task for task in dict.fromkeys(tasks) if not resolve_task(task).has_own_data]
+    if not remote:
         return
-    done = subprocess.run([sys.executable, "-m", __name__, *asked], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", __name__, *remote], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise TunebookError("the tasks could not be loaded; the message is above", problem_id="evaluation-failed")
     if done.stdout:
@@ -92,13 +91,17 @@ def require_tasks(tasks: Iterable[str]) -> None:
 
 
 def main() -> None:
-    """Load the tasks that the command line names; print the problem of each that cannot be loaded."""
+    """Load the tasks that the command line names; print the problems of those that cannot be loaded."""
+    problems = ""
     with quiet_libraries(), redirect_stdout(sys.stderr):  # a task's own code may print
         prepare_environment(is_offline=False)
         print(f"loading the tasks {', '.join(sys.argv[1:])}")
-        with loaded_without_model([resolve_task(name) for name in sys.argv[1:]]) as (_, missing):
-            problems = [error.message.replace("\n", " ") for error in missing.values()]
-    print("\n".join(problems), end="")
+        try:
+            with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
+                load_tasks([resolve_task(name) for name in sys.argv[1:]], Path(cache))
+        except RequestError as error:
+            problems = error.message
+    print(problems, end="")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normalizer
@@ -27,8 +25,7 @@ from tunebook.errors import DataError, RequestError, TunebookError, did_you_mean
 from tunebook.evaluate.code.code_task import book_task_files
 from tunebook.evaluate.results import MAX_GEN_TOKS
 from tunebook.evaluate.task_files import Task, refuse_code, runs_code
-from tunebook.files import atomic_write_text, cache_root
-from tunebook.hardware.disk import is_disk_full
+from tunebook.files import cache_root
 from tunebook.train.rank_process import hide_import_warnings
 
 if TYPE_CHECKING:
@@ -52,8 +49,6 @@ class HarnessSettings:
     num_fewshot: int | None  # None: the task's own
     limit: int | None  # items per task; None: all
     system_prompt: str | None  # added to prompts that have none
-    items_folder: Path  # folder of the rendered prompts
-    cache_folder: Path  # private to this evaluation: a cache kept between runs could hide changed data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +56,7 @@ class LoadedTask:
     """A requested task with its data: one task of the harness, or all of a group or tag."""
 
     source: Task
-    found: dict[str, Any]  # what the harness loaded: `tasks` and `groups`, by name
+    content: dict[str, Any]  # the harness' `tasks` and `groups`, by name
 
 
 def prepare_environment(is_offline: bool) -> None:
@@ -95,51 +90,32 @@ def _reaches_hub() -> bool:
     return True
 
 
-def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> tuple[list[LoadedTask], dict[str, TunebookError]]:
-    """Load tasks with their data; return them, and the errors of those that cannot be loaded.
+def load_tasks(tasks: Sequence[Task], cache: Path, settings: HarnessSettings | None = None) -> list[LoadedTask]:
+    """Load tasks with their data. Only tasks of held-out conversations need `settings`, to render them.
 
-    Raises: DataError for unusable held-out conversations; disk-full errors unchanged.
+    `cache` is a folder for this process alone: a cache kept between runs could hide changed data. Raises: RequestError
+    with every task that cannot be loaded, DataError for unusable held-out conversations.
     """
     loaded: list[LoadedTask] = []
-    missing: dict[str, TunebookError] = {}
+    errors: list[RequestError] = []
     for task in tasks:
         try:
-            loaded.append(LoadedTask(source=task, found=_load(task, settings)))
+            loaded.append(LoadedTask(source=task, content=_load(task, cache, settings)))
         except RequestError as error:
-            missing[task.name] = error
-    return loaded, missing
-
-
-@contextmanager
-def loaded_without_model(
-    tasks: Sequence[Task], limit: int | None = None
-) -> Iterator[tuple[list[LoadedTask], dict[str, TunebookError]]]:
-    """Load tasks that render no conversations, so that no tokenizer is needed."""
-    with TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
-        settings = HarnessSettings(
-            tokenizer=cast(Any, None),
-            max_length=sys.maxsize,
-            num_fewshot=None,
-            limit=limit,
-            system_prompt=None,
-            items_folder=Path(folder),
-            cache_folder=Path(folder),
-        )
-        yield load_tasks(tasks, settings)
+            errors.append(error)
+    if errors:
+        text = "\n".join(" ".join(error.message.split()) for error in errors)
+        raise RequestError(text, problem_id=errors[0].problem_id)
+    return loaded
 
 
 def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
-    """Run a requested task and return the harness' results.
-
-    Raises: errors of the harness and of the task's own functions; DataError for a template without the system prompt.
-    """
+    """Run a requested task and return the harness' results. Raises: errors of the harness and the task's functions."""
     from lm_eval.evaluator import evaluate
 
     is_chat = loaded.source.conversations is None and settings.tokenizer.chat_template is not None
-    if is_chat:
-        require_system_prompt(settings.tokenizer, settings.system_prompt)
     seed_libraries()
-    for task in loaded.found["tasks"].values():
+    for task in loaded.content["tasks"].values():
         # As the harness' own `simple_evaluate`: a task that sets 0 keeps it, one that sets nothing has none.
         own = task.get_config("num_fewshot")
         if own is None or (settings.num_fewshot is not None and own != 0):
@@ -147,7 +123,7 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
         task.set_fewshot_seed(seed=SEEDS["fewshot"])
     results: dict[str, Any] = evaluate(
         lm=model,
-        task_dict=loaded.found,
+        task_dict=loaded.content,
         limit=settings.limit,
         apply_chat_template=is_chat,
         fewshot_as_multiturn=True,
@@ -164,16 +140,13 @@ def _harness_index() -> Any:
     return TaskManager()
 
 
-def _load(task: Task, settings: HarnessSettings) -> dict[str, Any]:
+def _load(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str, Any]:
     """Load one task. Raises: RequestError for an unknown name, missing data, and a task that executes programs."""
     from lm_eval.tasks import TaskManager
 
     seed_libraries()  # tasks such as gpqa shuffle their choices while they are loaded
     try:
-        if task.is_group:
-            assert task.file is not None
-            found = TaskManager(include_path=str(task.file.parent)).load([task.name])
-        elif task.file is None:
+        if task.file is None:
             index = _harness_index().task_index
             if task.name not in index:
                 known = [*index, *book_task_files()]
@@ -184,30 +157,26 @@ def _load(task: Task, settings: HarnessSettings) -> dict[str, Any]:
                 )
             if runs_code(index[task.name].cfg or {}):
                 raise refuse_code(task.name)
-            found = _harness_index().load([task.name])
+            loaded = _harness_index().load([task.name])
         else:
-            found = TaskManager(include_defaults=False).load([_task_settings(task, settings)])
+            loaded = TaskManager(include_defaults=False).load([_task_settings(task, cache, settings)])
     except TunebookError:
         raise
     except Exception as error:  # a task's own functions and templates may raise anything
-        if is_disk_full(error):
-            raise
         raise _load_error(task, error) from error
-    if any(getattr(child, "UNSAFE_CODE", False) for child in found["tasks"].values()):
+    if any(getattr(child, "UNSAFE_CODE", False) for child in loaded["tasks"].values()):
         raise refuse_code(task.name)
-    return dict(found)
+    return dict(loaded)
 
 
 def _load_error(task: Task, error: Exception) -> RequestError:
     """Return the error of a task that cannot be loaded, with what to type."""
-    is_known = task.file is None or task.file in book_task_files().values()
-    name = task.name if is_known else str(task.file)
+    name = task.name if task.file in (None, *book_task_files().values()) else str(task.file)
     reason = f"KeyError: {error}" if isinstance(error, KeyError) else first_line(error)
     if isinstance(error, ConnectionError | FileNotFoundError) or str(error).startswith(_NO_CACHE):
-        problems = f"; or name a local file with its problems: {name}@FILE" if is_known and task.code else ""
         return RequestError(
             f"the data of task {name} is not on this machine and cannot be fetched ({reason}); with a "
-            f"network, type: tunebook fetch tasks={name}{problems}",
+            f"network, type: tunebook fetch tasks={name}",
             problem_id="task-data-missing",
         )
     return RequestError(f"lm-evaluation-harness refuses task {name}: {reason}", problem_id="task-file")
@@ -223,37 +192,26 @@ def seed_libraries() -> None:
     torch.manual_seed(SEEDS["torch"])
 
 
-def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
-    """Refuse a system prompt that the template omits: the harness would continue without it. Raises: DataError."""
-    from tunebook.data.conversation import Conversation
-    from tunebook.data.template import ConversationRenderer
-
-    if system_prompt is not None:
-        talk = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "a question"}]
-        ConversationRenderer(tokenizer).prompt(Conversation.plain(talk))
-
-
-def _task_settings(task: Task, settings: HarnessSettings) -> dict[str, Any]:
+def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str, Any]:
     """Return the settings of a task file as the harness loads them, with the data that belongs to this evaluation."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config: dict[str, Any] = load_yaml(task.file)
     if task.code is not None:
-        return config | task.code.harness_keys(settings.cache_folder)
+        return config | task.code.harness_keys(cache)
     if task.conversations is None:
         return config
+    assert settings is not None
     items = render_conversations(task.conversations, settings.system_prompt, settings.tokenizer)
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", MAX_GEN_TOKS)
     check_prompt_lengths(items, settings.tokenizer, settings.max_length - max_gen_tokens)
-    file = settings.items_folder / f"{task.name}-prompts.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Atomically: two evaluations of one run may run at the same time.
-    atomic_write_text(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
+    file = cache / f"{task.name}-prompts.jsonl"
+    file.write_text("".join(json.dumps(item) + "\n" for item in items))
     return config | {
         "dataset_path": "json",
         "dataset_name": None,
         "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": str(settings.cache_folder)},
+        "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": str(cache)},
     }
 
 

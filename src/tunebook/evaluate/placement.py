@@ -40,22 +40,22 @@ def place(config: RunConfig, folder: Path | None, num_processes: int | None) -> 
     return choose_placement(loaded_gib(config, folder) if gpus else 0.0, gpus, num_processes)
 
 
-def choose_placement(weights_gib: float, gpus: Sequence[Gpu], asked: int | None = None) -> Placement:
+def choose_placement(weights_gib: float, gpus: Sequence[Gpu], requested: int | None = None) -> Placement:
     """Choose a copy on each GPU if it fits into the smallest, else one model over all; on a CPU one process.
 
-    `asked` overrides the number of processes. Raises: RequestError for more processes than GPUs.
+    `requested` overrides the number of processes. Raises: RequestError for more processes than GPUs.
     """
     if not gpus:
-        count = asked or 1
+        count = requested or 1
         return Placement(text=f"on the CPU, {counted(count, 'process', 'processes')}", num_processes=count)
-    if asked is not None and asked > len(gpus):
+    if requested is not None and requested > len(gpus):
         raise RequestError(
-            f"--processes {asked}: each process needs a GPU, and {len(gpus)} are visible here",
+            f"--processes {requested}: each process needs a GPU, and {len(gpus)} are visible here",
             problem_id="more-processes-than-gpus",
         )
     if weights_gib * _HEADROOM + _HEADROOM_GIB > min(gpu.memory_gib for gpu in gpus):
         return Placement(text=f"one model over {len(gpus)} GPUs: one is too small for it", is_sharded=True)
-    count = asked or len(gpus)
+    count = requested or len(gpus)
     return Placement(text=f"on {counted(count, 'GPU')}, a copy of the model on each", num_processes=count)
 
 

@@ -23,10 +23,8 @@ import torch
 from accelerate.utils import find_executable_batch_size, gather_object
 from lm_eval.models.huggingface import HFLM
 
-from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.harness import SEEDS
 from tunebook.files import atomic_write_text, read_json, sha256_text
-from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.model.tokenizer import stop_ids
 
 if TYPE_CHECKING:
@@ -50,7 +48,6 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         compute_dtype: torch.dtype | None,
         folder: Path,
         identity: dict[str, Any],
-        is_fresh: bool = False,
         process: int = 0,
         num_processes: int = 1,
     ) -> None:
@@ -66,8 +63,8 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         )
         assert model.generation_config is not None
         model.generation_config.eos_token_id = self._ends = stop_ids(model, tokenizer)
-        self._asked_size = batch_size  # None: the largest that fits
-        self._folder, self._identity, self._is_fresh = folder, identity, is_fresh
+        self._requested_size = batch_size  # None: the largest that fits
+        self.folder, self._identity = folder, identity
         self._process, self._num_processes = process, num_processes
         self.reused: list[str] = []  # tasks whose answers were kept
 
@@ -103,14 +100,14 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
 
     def _of_task(self, kind: str, task: str, requests: Sequence[Instance]) -> list[Any]:
         key = sha256_text(json.dumps([self._identity, kind, [request.args for request in requests]], default=str))
-        file = self._folder / f"{_NOT_IN_NAMES.sub('-', task)}-{key[:16]}.json"
+        file = self.folder / f"{_NOT_IN_NAMES.sub('-', task)}-{key[:16]}.json"
         # Another evaluation may write the file now, so that only some processes see it.
-        if not self._is_fresh and all(gather_object([file.is_file()])):
+        if all(gather_object([file.is_file()])):
             self.reused.append(task)
             return [tuple(answer) if isinstance(answer, list) else answer for answer in read_json(file)]
         answers = self._compute(kind, requests)
         if self._process == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             atomic_write_text(file, json.dumps(answers))
         return answers
 
@@ -124,20 +121,20 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             by_context.setdefault(str(request.args[0]), []).append(index)
         contexts = sorted(by_context, key=len)[self._process :: self._num_processes]
         share = [index for context in contexts for index in by_context[context]]
-        found: Any
+        result: Any
         try:
-            found = dict(zip(share, self._compute_alone(kind, [requests[index] for index in share]), strict=True))
+            result = dict(zip(share, self._compute_alone(kind, [requests[index] for index in share]), strict=True))
         except Exception as error:  # of this process alone: the others would wait for it
-            found = error
+            result = error
         answers: dict[int, Any] = {}
-        for part in gather_object([found]):
+        for part in gather_object([result]):
             if isinstance(part, Exception):
                 raise part
             answers |= part
         return [answers[index] for index in range(len(requests))]
 
     def _compute_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
-        """Return answers in the order of the requests. Raises: DoesNotFitError if no batch size fits.
+        """Return answers in the order of the requests, in the largest batches that fit if no size was given.
 
         The harness answers the longest requests first, so a batch that is too large fails at once. Answers do not
         depend on the size, because rows are computed independently.
@@ -151,17 +148,8 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             torch.manual_seed(SEEDS["torch"])  # otherwise sampled answers would depend on the number of attempts
             return list(answer(list(requests), disable_tqdm=self._process > 0 or not sys.stderr.isatty()))
 
-        try:
-            if self._asked_size is not None:
-                return attempt(self._asked_size)
-            largest = _LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU
-            found: list[Any] = find_executable_batch_size(attempt, starting_batch_size=min(largest, len(requests)))()
-            return found
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) and "No executable batch size" not in str(error):
-                raise
-            raise DoesNotFitError(
-                f"a batch of {self._asked_size or 1} requests does not fit into the memory next to the model; use "
-                "--batch-size auto for the largest that fits, end what else runs there, or use more GPUs",
-                problem_id="batch-does-not-fit",
-            ) from error
+        if self._requested_size is not None:
+            return attempt(self._requested_size)
+        largest = _LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU
+        answers: list[Any] = find_executable_batch_size(attempt, starting_batch_size=min(largest, len(requests)))()
+        return answers

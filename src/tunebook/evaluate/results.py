@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,9 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tunebook.checkpoint.choose import same_command
+from tunebook.config.frozen import load_config
 from tunebook.errors import TunebookError
 from tunebook.files import read_json, sha256_text
+from tunebook.record.run_folder import RUN_FILE
 
+BEFORE, AFTER = "before", "after"  # evaluations that belong to a training
 NUM_SAMPLES = 5
 MAX_GEN_TOKS = 256  # answer length if the task sets none; the harness' default
 
@@ -70,6 +75,15 @@ def is_evaluated(run: Path, when: str) -> bool:
     return file.is_file() and not read_json(file).get("failed")
 
 
+def resume_command(run: Path, when: str) -> str:
+    """Return the command that resumes an evaluation, which may be part of a training."""
+    if when not in (BEFORE, AFTER):
+        return "the same command"
+    # Before the first step, a new start finds no progress that leads to the folder, so the command must name it.
+    option = f"--run-folder {shlex.quote(str(run))}" if when == BEFORE else ""
+    return same_command(load_config(run / RUN_FILE), option)
+
+
 def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
     """Return every answered item of one task under its main filter."""
     samples = results["samples"].get(name, [])
@@ -79,17 +93,10 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
     return [_answer(name, sample, metric) for sample in samples if sample["filter"] == filter_name]
 
 
-def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
-    """Choose a few answers by their prompts' hashes, so that they are the same before and after training.
-
-    If all chosen answers are right although some answer is wrong, a wrong one replaces the last.
-    """
+def choose_samples(answers: list[Answer]) -> list[dict[str, Any]]:
+    """Choose a few answers by their prompts' hashes, so that they are the same before and after training."""
     ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
-    chosen = ordered[:num_samples]
-    wrong = [answer for answer in ordered if answer.correct is False]
-    if wrong and all(answer.correct for answer in chosen):
-        chosen[-1] = wrong[0]
-    return [asdict(answer) for answer in chosen]
+    return [asdict(answer) for answer in ordered[:NUM_SAMPLES]]
 
 
 def _main_metric(name: str, results: dict[str, Any]) -> str | None:
@@ -98,29 +105,29 @@ def _main_metric(name: str, results: dict[str, Any]) -> str | None:
     keys = [key for key, value in metrics.items() if isinstance(value, int | float) and "," in key]
     keys = [key for key in keys if "_stderr," not in key]
     listed = (results["configs"].get(name) or {}).get("metric_list") or []
-    named = [key for key in keys if listed and key.partition(",")[0] == listed[0]["metric"]]
-    return next(iter(named or keys), None)
+    main = [key for key in keys if listed and key.partition(",")[0] == listed[0]["metric"]]
+    return next(iter(main or keys), None)
 
 
 def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
     number = _finite(sample.get(metric))
     group = sample["doc"].get("task")
-    responses = [one for repeated in sample.get("resps", []) for one in repeated]
+    responses = [response for repeat in sample.get("resps", []) for response in repeat]
     # Log-likelihoods without their greedy flag.
-    responses = [one[0] if isinstance(one, tuple | list) else one for one in responses]
-    given, expected = _given_and_expected(sample)
+    responses = [item[0] if isinstance(item, tuple | list) else item for item in responses]
+    answer, expected = _given_and_expected(sample)
     arguments = sample["arguments"][0]
     is_generated = isinstance(arguments[-1], dict)
     return Answer(
         task=task,
         group=group if isinstance(group, str) else None,
         prompt=str(arguments[0]),
-        answer=given,
+        answer=answer,
         expected=expected,
         value=number,
         correct=None if number is None else number >= 1.0,
         item=int(sample.get("doc_id", 0)),
-        responses=[one if isinstance(one, str) else _finite(one) for one in responses],
+        responses=[item if isinstance(item, str) else _finite(item) for item in responses],
         max_new_tokens=arguments[-1].get("max_gen_toks", MAX_GEN_TOKS) if is_generated else None,
     )
 
@@ -148,7 +155,7 @@ def _group_scores(answers: list[Answer]) -> dict[str, dict[str, Any]]:
         if answer.group is not None and answer.value is not None:
             values[answer.group].append(answer.value)
     return {
-        group: {"value": sum(found) / len(found), "num_items": len(found)} for group, found in sorted(values.items())
+        group: {"value": statistics.fmean(scores), "num_items": len(scores)} for group, scores in sorted(values.items())
     }
 
 

@@ -24,16 +24,16 @@ from tunebook.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import RequestError
 from tunebook.facts.generations import GENERATIONS
-from tunebook.files import read_json, sha256_text
+from tunebook.files import read_json
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
 from tunebook.model.base_config import read_dtype
 from tunebook.model.hub import fetch_config
 from tunebook.model.tokenizer_files import has_vocabulary
 from tunebook.model.weight_files import WEIGHT_FILES
-from tunebook.record.manifest import RunState, read_manifest
+from tunebook.record.manifest import RunState, manifest_or_empty
 from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
@@ -62,12 +62,12 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
     With `is_model`, a single word such as gpt2 may also be a hub model. Raises: RequestError for a run without a model,
     a folder without weights, an unknown name.
     """
-    named = Path(text).expanduser().absolute()
-    if named.is_dir() and not is_run(named):
-        run = next((folder for folder in named.parents if (folder / RUN_FILE).is_file()), None)
-        if holds_model(named) or run is not None:
-            _require_model(named, run)
-            return Target(run=run, folder=named, origin=None if run else read_origin(named))
+    path = Path(text).expanduser().absolute()
+    if path.is_dir() and not is_run(path):
+        run = next((folder for folder in path.parents if (folder / RUN_FILE).is_file()), None)
+        if holds_model(path) or run is not None:
+            _require_model(path, run)
+            return Target(run=run, folder=path, origin=None if run else read_origin(path))
     try:
         run = choose_run(text, outputs)
     except RequestError as error:
@@ -76,13 +76,7 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
         is_path = text.startswith((".", "~", "/")) or Path(text).exists()
         if ("/" in text or is_model) and _HUB_NAME.fullmatch(text) and not is_path:
             return Target(hub_name=text)
-        if not is_model:
-            raise
-        raise RequestError(
-            f"model={text}: there is no such folder, and it is not a name on the hub; type model=organization/name, "
-            "model=FOLDER with a Hugging Face model in it, or run=RUN",
-            problem_id="model-folder",
-        ) from error
+        raise
     if not holds_model(run / MODEL_FOLDER):
         raise _not_finished(run)
     _require_model(run / MODEL_FOLDER, run)
@@ -114,52 +108,34 @@ def _not_finished(run: Path) -> RequestError:
 
 
 def choose_run(target: str, outputs: Path) -> Path:
-    """Find the run that `latest`, a recipe or a folder names; print which of several it is.
+    """Find the run that `latest`, a recipe or a folder names; print a run that was chosen among several.
 
     `latest` and a recipe name their newest finished run. A run named by its folder is always accepted. Raises:
     RequestError if there is no run, or if none has finished.
     """
     outputs = outputs.expanduser().absolute()
-    named = resolve_run(target, outputs)
+    resolved = resolve_run(target, outputs)
     if is_run(Path(target).expanduser()) or is_run(outputs / target):
-        return named
-    runs = find_runs(outputs) if target == LATEST else find_runs(named.parent.parent, named.parent.name)
-    for num_newer, run in enumerate(reversed(runs)):
-        if _is_finished(run):
-            newer = f" ({num_newer} newer have not finished)" if num_newer else ""
-            print(f"the newest finished run: {run}{newer}", file=sys.stderr)
+        return resolved
+    runs = find_runs(outputs) if target == LATEST else find_runs(resolved.parent.parent, resolved.parent.name)
+    for run in reversed(runs):
+        state = manifest_or_empty(run).get("status", {}).get("state")
+        if state == RunState.finished.name and holds_model(run / MODEL_FOLDER):
+            print(f"the newest finished run: {run}", file=sys.stderr)
             return run
     raise _not_finished(runs[-1])
 
 
-def _is_finished(run: Path) -> bool:
-    try:
-        state = read_manifest(run)["status"]["state"]
-    except (DataError, KeyError, TypeError):
-        return False
-    return state == RunState.finished.name and holds_model(run / MODEL_FOLDER)
-
-
 def _model_config(target: Target) -> ModelConfig:
-    """Return the model of a target without a run; for an adapter its base, with the adapter folder's tokenizer if any.
-
-    Raises: RequestError for an adapter whose base is unknown or not local.
-    """
+    """Return the model of a target without a run; for an adapter its base, with the adapter folder's tokenizer."""
     if target.folder is None:
         return ModelConfig(name=target.hub_name)
     if not is_adapter(target.folder):
         return ModelConfig(path=str(target.folder))
-    file = target.folder / ADAPTER_FILE
-    base = str(read_json(file).get("base_model_name_or_path"))
+    base = str(read_json(target.folder / ADAPTER_FILE).get("base_model_name_or_path"))
     tokenizer = str(target.folder) if has_vocabulary(target.folder) else None
     if Path(base).is_dir():
         return ModelConfig(path=base, tokenizer=tokenizer)
-    if base == "None" or not _HUB_NAME.fullmatch(base):
-        raise RequestError(
-            f"{file}: base_model_name_or_path is {base}, which is neither a folder here nor a name on the hub; copy "
-            "the base model here and correct it",
-            problem_id="adapter-without-base",
-        )
     return ModelConfig(name=base, tokenizer=tokenizer)
 
 
@@ -200,13 +176,6 @@ def bare_config(target: Target) -> RunConfig:
 
 
 def results_folder(target: Target, outputs: Path) -> Path:
-    """Return the results folder of a target without a run: `outputs/evaluations/<name>`.
-
-    A folder's name gets a hash of its path, so that equal names, such as `model` of two copied runs, differ.
-    """
-    if target.folder is None:
-        name = (target.hub_name or "").replace("/", "--")
-    else:
-        place = sha256_text(str(target.folder.resolve()))[:8]
-        name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', target.folder.resolve().name)}-{place}"
-    return outputs.expanduser().absolute() / EVALUATIONS / name
+    """Return the results folder of a target without a run: `outputs/evaluations/<name>`."""
+    name = target.hub_name or str(target.folder and target.folder.resolve())
+    return outputs.expanduser().absolute() / EVALUATIONS / re.sub(r"[^A-Za-z0-9._-]+", "-", name[-200:]).strip("-")

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from tunebook.config.book import book_root, is_task_file, problems_of, resolve_path
+from tunebook.config.book import book_root, is_task_file, resolve_path
 from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean
-from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task
+from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task, with_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,6 @@ class Task:
     file: Path | None = None  # None: the harness' own
     conversations: Path | None = None
     baseline: Path | None = None
-    is_group: bool = False  # a file that names other tasks, possibly the harness' own
     code: CodeTask | None = None  # the model writes programs, which the sandbox judges
 
     @property
@@ -46,37 +45,36 @@ def resolve_task(task: str) -> Task:
     """
     if is_task_file(task):
         return read_task_file(resolve_path(task))
-    name, book_tasks = task.partition("@")[0], book_task_files()
-    problems = problems_of(task)
-    if problems is None:
-        return read_task_file(book_tasks[task]) if task in book_tasks else Task(name=task)
-    if name not in book_tasks:
-        raise RequestError(
-            f"evaluation.tasks: '{task}' gives a file of problems to '{name}', and only the book's code tasks take "
-            f"one: {', '.join(book_tasks)}.{did_you_mean(name, book_tasks)}",
-            problem_id="problems-file",
-        )
-    if not resolve_path(problems).is_file():
-        raise RequestError(f"evaluation.tasks: there is no file {resolve_path(problems)}", problem_id="problems-file")
-    found = read_task_file(book_tasks[name])
-    assert found.code is not None
-    return replace(found, code=replace(found.code, problems=resolve_path(problems)))
+    book_tasks = book_task_files()
+    return read_task_file(book_tasks[task]) if task in book_tasks else Task(name=task)
+
+
+def resolve_tasks(evaluation: EvaluationConfig) -> list[Task]:
+    """Return all tasks of an evaluation; `evaluation.code` applies to its code tasks.
+
+    Raises: RequestError for a file that is no task, and for a contradiction between a task and `evaluation.code`.
+    """
+    tasks = [resolve_task(task) for task in evaluation.tasks]
+    return [
+        task if task.code is None else replace(task, code=with_choice(task.name, task.code, evaluation.code))
+        for task in tasks
+    ]
 
 
 def read_task_file(file: Path) -> Task:
     """Read a task's YAML. Raises: RequestError if it is missing, is no task, or executes generated programs."""
     config = _read_yaml(file)
-    name = config.get("group", config.get("task"))
+    name = config.get("task")
     if not isinstance(name, str):
         raise RequestError(f"{file} has no key 'task' with the task's name", problem_id="task-file")
     if runs_code(config):
         raise refuse_code(name)
     metadata = config.get("metadata") or {}
-    named = {key: (file.parent / metadata[key]).resolve() for key in ("conversations", "baseline") if key in metadata}
-    for key, path in named.items():
+    files = {key: (file.parent / metadata[key]).resolve() for key in ("conversations", "baseline") if key in metadata}
+    for key, path in files.items():
         if not path.is_file():
             raise RequestError(f"{file}: metadata.{key}: there is no file {path}", problem_id="task-file")
-    return Task(name=name, file=file, is_group="group" in config, code=read_code_task(file, config), **named)
+    return Task(name=name, file=file, code=read_code_task(file, config), **files)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -121,27 +119,18 @@ def refuse_code(name: str) -> RequestError:
     )
 
 
-def refuse_suite_and_tasks(suite: str | None, tasks: list[str] | None) -> None:
-    """Raises: RequestError if both are named."""
-    if suite is not None and tasks is not None:
-        raise RequestError(
-            f"suite={suite} and tasks={','.join(tasks)} exclude each other; type one of them",
-            problem_id="suite-and-tasks",
-        )
-
-
 def suite_settings(name: str) -> EvaluationConfig:
     """Return a suite's evaluation settings. Raises: RequestError for an unknown suite, with the nearest name."""
-    groups: dict[str, Any] = {}
+    suites: dict[str, Any] = {}
     for file in sorted((book_root() / "hydra_configs" / "evaluation").glob("*.yaml")):
         merged = OmegaConf.merge(OmegaConf.structured(EvaluationConfig), OmegaConf.load(file))
         if not OmegaConf.is_missing(merged, "tasks") and merged.tasks:
-            groups[file.stem] = OmegaConf.to_object(merged)
-    if name not in groups:
+            suites[file.stem] = OmegaConf.to_object(merged)
+    if name not in suites:
         raise RequestError(
-            f"there is no suite '{name}'.{did_you_mean(name, groups)} Suites: {', '.join(groups)}. Single tasks of "
+            f"there is no suite '{name}'.{did_you_mean(name, suites)} Suites: {', '.join(suites)}. Single tasks of "
             "lm-evaluation-harness, or YAML files of your own, are named by tasks=a,b",
             problem_id="unknown-suite",
         )
-    settings: EvaluationConfig = groups[name]
+    settings: EvaluationConfig = suites[name]
     return settings

@@ -5,6 +5,7 @@ Evaluations and chats both load here, so that they get the same answers.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,16 @@ from tunebook.config.choices import Compute, Generation, Weights
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
+from tunebook.files import remembered_hash, sha256_text
 from tunebook.model.adapters import is_adapter, with_adapter
+from tunebook.model.load import load_architecture, load_model, weights_folder
 from tunebook.model.tokenizer import has_padding_token, load_tokenizer
 from tunebook.model.tokenizer_files import has_vocabulary
+from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.record.model_origin import Origin, check_base, check_bound
+
+# Files that determine a model's answers, in addition to its weights and tokenizer.
+_HASHED = ("config.json", "generation_config.json", "adapter_config.json", "adapter_model.*")
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +38,6 @@ def load_trained(
     `is_sharded` loads onto all visible GPUs, some layers on each. `device` loads onto that device, except random
     weights.
     """
-    from tunebook.model.load import load_model
-
     model = load_model(_config_to_load(config, folder), is_sharded=is_sharded, device=device)
     if folder is not None and is_adapter(folder):
         return with_adapter(model, folder, config.peft.method)
@@ -40,8 +46,6 @@ def load_trained(
 
 def trained_architecture(config: RunConfig, folder: Path | None) -> PretrainedConfig:
     """Return the configuration of the model that `load_trained` would load."""
-    from tunebook.model.load import load_architecture
-
     return load_architecture(_config_to_load(config, folder).model)
 
 
@@ -71,12 +75,21 @@ def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
     return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date)
 
 
-def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can pad. Its end-of-text token replaces a missing padding token: padding is masked."""
-    tokenizer = load_tokenizer(model, is_padded=False)
+def bound_tokenizer(
+    config: RunConfig, folder: Path | None, trained: Origin | None, allowed: Collection[str] = ()
+) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
+    """Load a model's tokenizer and compare it with the training's; return it and the record of the comparison.
+
+    If the model needs the weights that the run started from, they are compared too. Raises: DataError for a difference
+    that is not in `allowed`.
+    """
+    tokenizer = load_tokenizer(tokenizer_of_run(config.model, folder), is_padded=False)
     if not has_padding_token(tokenizer):
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked
+    bound = check_bound(trained, tokenizer, config.dataset.system_prompt, allowed)
+    if folder is None or is_adapter(folder):
+        bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, allowed)]
+    return tokenizer, bound
 
 
 def load_to_answer(
@@ -91,34 +104,24 @@ def load_to_answer(
         return load_trained(config, folder).train(False), dtype
     import torch
 
-    from tunebook.model.gpu_memory import is_out_of_memory
-
-    try:
-        if is_sharded:
-            model: Any = load_trained(config, folder, is_sharded=True)
-        else:
-            # Not through the host, whose memory may not hold one model per GPU. Quantized weights cannot be moved.
-            device = torch.device("cuda", torch.cuda.current_device())
-            model = load_trained(config, folder, device=device)
-            if any(parameter.device != device for parameter in model.parameters()):
-                model = model.to(device)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise _does_not_fit() from error
-    if {"cpu", "disk"} & {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}:
-        raise _does_not_fit()  # each batch would copy those layers again
+    if is_sharded:
+        model: Any = load_trained(config, folder, is_sharded=True)
+        devices = getattr(model, "hf_device_map", None) or {}
+        if {"cpu", "disk"} & {str(device) for device in devices.values()}:  # each batch would copy those layers again
+            raise DoesNotFitError(
+                "the visible GPUs have too little free memory for the model; end what else runs there (nvidia-smi "
+                "lists it), or use more or larger GPUs",
+                problem_id="model-does-not-fit",
+            )
+    else:
+        # Not through the host, whose memory may not hold one model per GPU. Quantized weights cannot be moved.
+        device = torch.device("cuda", torch.cuda.current_device())
+        model = load_trained(config, folder, device=device)
+        if any(parameter.device != device for parameter in model.parameters()):
+            model = model.to(device)
     if dtype is not None:
         keep_converted(model, dtype)
     return model.train(False), dtype
-
-
-def _does_not_fit() -> DoesNotFitError:
-    return DoesNotFitError(
-        "the visible GPUs have too little free memory for the model; end what else runs there (nvidia-smi lists it), "
-        "use more or larger GPUs, or compute on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
-        problem_id="model-does-not-fit",
-    )
 
 
 def keep_converted(model: Any, compute_dtype: torch.dtype) -> None:
@@ -145,3 +148,32 @@ def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:
         return config
     trained = replace(config.model, path=str(folder), name=None, revision=None, weights=Weights.pretrained, facts=None)
     return replace(config, model=trained, peft=PeftSettings())
+
+
+def model_identity(config: RunConfig, folder: Path | None) -> dict[str, Any]:
+    """Describe everything that determines a model's answers except its tokenizer: weights, formats, attention."""
+    identity: dict[str, Any] = {
+        "master_weights": config.precision.master_weights.name,
+        "compute": config.precision.compute.name,
+        "peft": config.peft.method.name,
+        "is_eager": config.attention.implementation is WITHOUT_KERNEL,
+    }
+    if folder is not None:
+        identity["model"] = _content_of(folder)
+    if folder is None or is_adapter(folder):
+        is_random = config.model.weights is Weights.random
+        identity["base"] = _random_weights(config) if is_random else _content_of(weights_folder(config.model))
+    return identity
+
+
+def _random_weights(config: RunConfig) -> dict[str, Any]:
+    import torch
+
+    architecture = load_architecture(config.model).to_json_string(use_diff=False)
+    return {"seed": config.training.seed, "architecture": sha256_text(architecture), "drawn_by": torch.__version__}
+
+
+def _content_of(folder: Path) -> dict[str, Any]:
+    files = sorted(file for pattern in _HASHED for file in folder.glob(pattern))
+    hashes: dict[str, Any] = {file.name: remembered_hash(file) for file in files}
+    return hashes | {"weights": weights_fingerprint(ModelConfig(path=str(folder)))}

@@ -21,14 +21,14 @@ from pathlib import Path
 
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
 from tunebook.config.frozen import load_config
-from tunebook.errors import DoesNotFitError, RequestError, TunebookError
-from tunebook.evaluate.code.judging import with_samples
-from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
+from tunebook.errors import RequestError, TunebookError
+from tunebook.evaluate.contamination import check_run
+from tunebook.evaluate.evaluation import Evaluation, evaluate
+from tunebook.evaluate.harness import prepare_environment
 from tunebook.evaluate.placement import place
-from tunebook.evaluate.resume import AFTER, resume_command
-from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.results import AFTER
+from tunebook.evaluate.task_files import resolve_tasks
 from tunebook.evaluate.trained_model import uses_gpu
-from tunebook.hardware.disk import is_disk_full
 from tunebook.model.adapters import holds_model
 from tunebook.processes import ask_to_stop_when_parent_dies, ending, free_port
 from tunebook.record.contamination import CHECK
@@ -41,40 +41,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one evaluation, in a process for each copy of the model; return the exit code, which is the error's."""
     started = time.monotonic()
     request = _parse(arguments)
-    log_file = request.run / LOG_FILE
     try:
-        with quiet_libraries(log_file):
+        with quiet_libraries(request.run / LOG_FILE):
             evaluation = _evaluation_of(request)
             if request.when == CHECK:
-                check_contamination(evaluation)
+                prepare_environment(is_offline=evaluation.is_local)
+                check_run(evaluation.run, evaluation.config, evaluation.tasks)
                 return 0
             placement = place(evaluation.config, evaluation.model, request.processes)
-        evaluation = replace(evaluation, placement=placement)
-        if placement.num_processes > 1:
-            return _evaluate_together(evaluation, started, log_file)
-        _evaluate(evaluation, started, log_file)
+            evaluation = replace(evaluation, placement=placement)
+            if placement.num_processes == 1:
+                evaluate(evaluation, started)
+                return 0
+        return _evaluate_together(evaluation, started)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
-    return 0
 
 
-def _evaluate(evaluation: Evaluation, started: float, log_file: Path) -> None:
-    """Evaluate in this process. Raises: TunebookError."""
-    try:
-        with quiet_libraries(log_file):
-            evaluate(evaluation, started)
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        raise DoesNotFitError(
-            f"a disk is full: that of {evaluation.folder}, TMPDIR or HF_HOME; free some space, then "
-            f"{resume_command(evaluation.run, evaluation.when)} uses the kept answers",
-            problem_id="disk-full",
-        ) from error
-
-
-def _evaluate_together(evaluation: Evaluation, started: float, log_file: Path) -> int:
+def _evaluate_together(evaluation: Evaluation, started: float) -> int:
     """Start the processes and wait for them; return the exit code of the first that fails, and end the others."""
     from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
@@ -82,20 +67,18 @@ def _evaluate_together(evaluation: Evaluation, started: float, log_file: Path) -
         os.environ["TQDM_DISABLE"] = "1"  # the processes import it with torch
     with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
         error_file = Path(folder) / "error"
-        shared = (evaluation, started, log_file, free_port(), error_file)
+        shared = (evaluation, started, free_port(), error_file)
         count = evaluation.placement.num_processes
         try:
             spawn(_evaluate_share, shared, nprocs=count, daemon=True)  # type: ignore[no-untyped-call]
         except ProcessExitedException as error:
-            how = f"one of its processes {ending(error.exit_code)}"
-            print(f"evaluation: {error_file.read_text() if error_file.exists() else how}", file=sys.stderr)
+            reason = f"one of its processes {ending(error.exit_code)}"
+            print(f"evaluation: {error_file.read_text() if error_file.exists() else reason}", file=sys.stderr)
             return max(1, error.exit_code)
     return 0
 
 
-def _evaluate_share(
-    process: int, evaluation: Evaluation, started: float, log_file: Path, port: int, error_file: Path
-) -> None:
+def _evaluate_share(process: int, evaluation: Evaluation, started: float, port: int, error_file: Path) -> None:
     """Be one of several processes, on a GPU of its own."""
     from accelerate import PartialState
 
@@ -107,7 +90,8 @@ def _evaluate_share(
     # Processes wait for each other as long as the longest share takes.
     PartialState(cpu=not uses_gpu(evaluation.config), timeout=timedelta(weeks=4))
     try:
-        _evaluate(replace(evaluation, process=process), started, log_file)
+        with quiet_libraries(evaluation.run / LOG_FILE):
+            evaluate(replace(evaluation, process=process), started)
     except TunebookError as problem:
         with suppress(FileExistsError), error_file.open("x") as file:  # the others often fail in the same way
             file.write(problem.message)
@@ -119,7 +103,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
-    parser.add_argument("--fresh", action="store_true", help="compute kept answers once more")
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
     parser.add_argument("--config", type=Path, help="a configuration with other tasks, or of a model without a run")
@@ -140,8 +123,7 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
-        tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in config.evaluation.tasks],
+        tasks=resolve_tasks(config.evaluation),
         trained=origin_of(run) if (run / RUN_FILE).is_file() else read_origin(model) if model is not None else None,
         allowed=tuple(request.allow_mismatch),
-        is_fresh=request.fresh,
     )

@@ -144,11 +144,10 @@ def generate(
 
     def run(tasks: list[Task], answer: Answer, limit: int | None = None) -> dict[str, Any]:
         settings = HarnessSettings(
-            tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=limit, system_prompt=None,
-            items_folder=tmp_path, cache_folder=tmp_path / "cache",
-        )  # fmt: skip
+            tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=limit, system_prompt=None
+        )
         results: dict[str, Any] = {}
-        for task in load_tasks(tasks, settings)[0]:
+        for task in load_tasks(tasks, tmp_path, settings):
             for key, value in run_task(ToldModel(tokenizer, answer), task, settings).items():
                 if isinstance(value, dict):
                     results.setdefault(key, {}).update(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,11 @@ def code_of(name: str) -> CodeTask:
     return task.code
 
 
-def test_every_task_of_this_book() -> None:
-    assert sorted(book_task_files()) == [
-        "humaneval", "humaneval_64", "humaneval_64_instruct", "humaneval_instruct", "mbpp", "mbpp_fenced",
-        "mbpp_instruct", "small_python", "small_python_instruct",
-    ]  # fmt: skip
+def test_every_task_of_this_book_has_enough_samples_for_its_score() -> None:
     for name in book_task_files():
         code = code_of(name)
         assert max(code.pass_at_k) == code.num_samples == (64 if "_64" in name else 1)
-        assert code.time_limit_s == 3.0
         assert code.generation["do_sample"] is ("_64" in name)
-    assert [code_of(name).program for name in ("humaneval", "humaneval_instruct", "mbpp", "mbpp_instruct")] == [
-        "prompt_and_answer", "prompt_and_answer_to_fence", "answer", "first_block",
-    ]  # fmt: skip
 
 
 def test_samples_are_chosen() -> None:
@@ -62,9 +53,7 @@ def test_temperature_0_takes_the_likeliest_token() -> None:
     ("choice", "problem_id", "key"),
     [
         (CodeConfig(pass_at_k=[1, 10]), "too-few-samples", "evaluation.code.num_samples=10"),
-        (CodeConfig(num_samples=5, temperature=0.8, pass_at_k=[0]), "too-few-samples", "pass@0"),
         (CodeConfig(num_samples=5), "code-sampling", "evaluation.code.temperature=0.8"),
-        (CodeConfig(num_samples=5, temperature=0.0), "code-sampling", "evaluation.code.num_samples"),
         (CodeConfig(top_p=0.9), "code-sampling", "evaluation.code.top_p"),
     ],
 )
@@ -80,16 +69,12 @@ def test_contradictions(choice: CodeConfig, problem_id: str, key: str) -> None:
     [
         "code: {program: first_bloc}",
         "code: {program: answer, pass_at_k: []}",
-        "code: {program: answer, pass_at_k: [0]}",
         "code: {program: answer, time_limit_s: 0}",
-        "code: {program: answer, time_limit_s: .inf}",
         "code: {program: answer, problems: gone.jsonl}",
         "code: {programm: answer}",
         "code: []",
         "code: {program: answer}\nrepeats: many",
-        "code: {program: answer}\nrepeats: 0",
         "code: {program: answer}\noutput_type: multiple_choice",
-        "code: {program: answer}\ngeneration_kwargs: [a]",
     ],
 )
 def test_invalid_task_files(tmp_path: Path, lines: str) -> None:
@@ -126,14 +111,12 @@ ANSWERS = [
     "def f(x):\n    return x\n",
     "def f(x): return x```",
     "\n\n```\n",
-    "a ``` b ```python c ``` d",
     "``` x ```python\ny\n``` ```z```",
     "one `two` ``three``",
     "```py\nx = '```'\n```",
 ]
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
 @pytest.mark.parametrize(
     ("kind", "task", "function"),
     [
@@ -143,10 +126,11 @@ ANSWERS = [
     ],
 )
 def test_the_program_is_the_harness_own(
-    kind: str, task: str, function: str, answer: str, harness_function: Callable[[str, str], Callable[..., Any]]
+    kind: str, task: str, function: str, harness_function: Callable[[str, str], Callable[..., Any]]
 ) -> None:
-    [[program]] = harness_function(task, function)([[answer]], [PROBLEM])
-    assert BUILDERS[kind](PROBLEM, answer) == program
+    for answer in ANSWERS:
+        [[program]] = harness_function(task, function)([[answer]], [PROBLEM])
+        assert BUILDERS[kind](PROBLEM, answer) == program, answer
 
 
 @pytest.mark.parametrize(
@@ -164,20 +148,3 @@ def test_the_program_is_the_harness_own(
 )
 def test_up_to_the_end_of_the_block(answer: str, program: str) -> None:
     assert BUILDERS["answer_to_fence"](PROBLEM, answer) == program
-
-
-def test_problems_are_read_from_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "mine.jsonl"
-    file.write_text("{}\n")
-    task, shipped = resolve_task("humaneval@mine.jsonl"), resolve_task("humaneval")
-    assert shipped.code is not None
-    assert (task.has_own_data, shipped.has_own_data) == (True, False)
-    assert task == replace(shipped, code=replace(shipped.code, problems=file))
-
-
-@pytest.mark.parametrize("task", ["humaneval@gone.jsonl", "humanevl@gone.jsonl", "gsm8k@gone.jsonl"])
-def test_a_file_of_problems_is_there_and_goes_to_a_code_task(task: str) -> None:
-    with pytest.raises(RequestError) as raised:
-        resolve_task(task)
-    assert raised.value.problem_id == "problems-file"

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.schema import CodeConfig
-from tunebook.errors import RequestError
-from tunebook.evaluate.code import judging
-from tunebook.evaluate.code.judging import estimate_pass_at_k, judge_programs, with_samples
+from tunebook.config.schema import CodeConfig, EvaluationConfig
+from tunebook.evaluate.code.code_task import book_task_files
+from tunebook.evaluate.code.judging import estimate_pass_at_k, judge_programs
 from tunebook.evaluate.results import task_answers, task_scores
-from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
+from tunebook.evaluate.task_files import Task, read_task_file, resolve_tasks
 
 pytestmark = pytest.mark.usefixtures("quiet_harness", "bubblewrap")
 
@@ -25,13 +24,17 @@ RIGHT, WRONG, ENDLESS = object(), "    return 'wrong'\n", "    while True:\n    
 
 
 def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> Task:
-    task = with_samples(resolve_task(name), CodeConfig(**choice))
+    [task] = resolve_tasks(EvaluationConfig(tasks=[name], code=CodeConfig(**choice)))
+    return patient(task, time_limit_s)
+
+
+def patient(task: Task, time_limit_s: float = PATIENT_S) -> Task:
     assert task.code is not None
-    return replace(task, code=replace(task.code, time_limit_s=time_limit_s))
+    return replace(task, code=task.code.model_copy(update={"time_limit_s": time_limit_s}))
 
 
 def judge(results: dict[str, Any], tasks: list[Task], file: Path) -> dict[str, Any]:
-    record = judge_programs(results, tasks, file, say=lambda line: None)
+    record = judge_programs(results, tasks, file, report=lambda line: None)
     assert record is not None
     return record
 
@@ -130,30 +133,12 @@ def test_mbpp_on_local_data(tmp_path: Path, generate: Generate, mbpp: Path) -> N
         file = tmp_path / f"{name}.yaml"
         local = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
         local |= {"dataset_kwargs": {"data_files": {"test": str(mbpp)}, "cache_dir": str(tmp_path / "cache")}}
-        own = resolve_task(name)
-        file.write_text(json.dumps({"include": str(own.file), **local}))
-        task = read_task_file(file)
-        assert task.code is not None
-        task = replace(task, code=replace(task.code, time_limit_s=PATIENT_S))
+        file.write_text(json.dumps({"include": str(book_task_files()[name]), **local}))
+        task = patient(read_task_file(file))
         results = generate([task], lambda problem, number: said[problem["task_id"]])
         record = judge(results, [task], tmp_path / "programs.jsonl")
         assert record["tasks"][name]["statuses"] == expected
         assert task_scores(results)[name]["value"] == expected.get("passed", 0) / 2
-
-
-def test_the_samples_are_written_before_anything_is_executed(
-    tmp_path: Path, generate: Generate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*words: Any, **more: Any) -> Any:
-        raise RequestError("the sandbox is gone", problem_id="sandbox-broken")
-
-    monkeypatch.setattr(judging, "open_sandbox", gone)
-    task = task_named("small_python")
-    results = generate([task], told({"count_vowels": [RIGHT]}), limit=1)
-    with pytest.raises(RequestError, match="the sandbox is gone"):
-        judge(results, [task], tmp_path / "programs.jsonl")
-    [line] = read_lines(tmp_path / "programs.jsonl")
-    assert line["status"] is None and line["program"].startswith("def count_vowels")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.evaluate.code.conftest import HARNESS_TASKS, requests_of
 from tunebook.evaluate.code.code_task import FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
-from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
+from tunebook.evaluate.task_files import Task, read_task_file
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 HarnessFunction = Callable[[str, str], Callable[..., Any]]
@@ -33,11 +31,8 @@ def local_data(name: str, folder: Path, mbpp: Path) -> dict[str, Any]:
     return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": data | {"cache_dir": str(folder / "cache")}}
 
 
-def settings_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> HarnessSettings:
-    return HarnessSettings(
-        tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=2, system_prompt="Be brief.",
-        items_folder=folder, cache_folder=folder / "cache",
-    )  # fmt: skip
+def settings_of(tokenizer: PreTrainedTokenizerBase) -> HarnessSettings:
+    return HarnessSettings(tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=2, system_prompt="Be brief.")
 
 
 def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunction) -> LoadedTask:
@@ -49,14 +44,14 @@ def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunct
     config.pop("filter_list", None)
     config.pop("unsafe_code")
     spec = config | data | {"metric_list": NOTHING_SCORED}
-    return LoadedTask(source=Task(name=name), found=dict(TaskManager(include_defaults=False).load([spec])))
+    return LoadedTask(source=Task(name=name), content=dict(TaskManager(include_defaults=False).load([spec])))
 
 
-def own_task(name: str, data: dict[str, Any], settings: HarnessSettings, folder: Path) -> LoadedTask:
+def own_task(name: str, data: dict[str, Any], folder: Path) -> LoadedTask:
     """The shipped task, as a user's file that includes it and names other data."""
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps({"include": str(book_task_files()[name]), **data}))
-    [task], _ = load_tasks([read_task_file(file)], settings)
+    [task] = load_tasks([read_task_file(file)], folder)
     return task
 
 
@@ -68,13 +63,13 @@ def test_the_model_is_asked_what_the_harness_asks(
 ) -> None:  # fmt: skip
     if not has_template:
         monkeypatch.setattr(tokenizer, "chat_template", None)
-    settings = settings_of(tokenizer, tmp_path)
+    settings = settings_of(tokenizer)
     data = local_data(name, tmp_path, mbpp)
-    own, theirs = own_task(name, data, settings, tmp_path), harness_task(name, data, harness_function)
+    own, theirs = own_task(name, data, tmp_path), harness_task(name, data, harness_function)
     asked = requests_of(own, settings)
     assert asked == requests_of(theirs, settings)  # prompts, stops, lengths, sampling
     assert len(asked) == 2
-    [mine], [other] = own.found["tasks"].values(), theirs.found["tasks"].values()
+    [mine], [other] = own.content["tasks"].values(), theirs.content["tasks"].values()
     for key in ("repeats", "num_fewshot", "doc_to_target"):
         assert mine.get_config(key) == other.get_config(key), key
     assert other.VERSION == mine.VERSION
@@ -83,36 +78,6 @@ def test_the_model_is_asked_what_the_harness_asks(
     prompt = asked[0][1]
     assert ("<|im_start|>user\n" in prompt) is has_template
     assert prompt.count("[DONE]") == (3 if name == "mbpp" else 0)
-
-
-def test_mbpp_fenced_asks_what_mbpp_instruct_asks(
-    tmp_path: Path, mbpp: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    settings = settings_of(tokenizer, tmp_path)
-    asked = [
-        requests_of(own_task(name, local_data(name, tmp_path, mbpp), settings, tmp_path), settings)
-        for name in ("mbpp_instruct", "mbpp_fenced")
-    ]
-    assert asked[0] == asked[1]
-
-
-def test_problems_of_a_file_are_asked_as_those_of_the_hub(
-    tmp_path: Path, mbpp: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """The data set is replaced and nothing else; HumanEval's own file is compressed."""
-    settings = settings_of(tokenizer, tmp_path)
-    file = tmp_path / "problems.jsonl.gz"
-    file.write_bytes(gzip.compress((FOLDER / "small_python.jsonl").read_bytes()))
-    expected = own_task("humaneval", local_data("humaneval", tmp_path, mbpp), settings, tmp_path)
-    [task], _ = load_tasks([resolve_task(f"humaneval@{file}")], settings)
-    assert task.source.code is not None and requests_of(task, settings) == requests_of(expected, settings)
-
-
-def test_a_file_without_the_fields_of_the_task_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    file = tmp_path / "problems.jsonl"
-    file.write_text('{"question": "1 + 1"}\n')
-    _, missing = load_tasks([resolve_task(f"humaneval@{file}")], settings_of(tokenizer, tmp_path))
-    assert "task humaneval: 'prompt' is undefined" in missing["humaneval"].message
 
 
 def test_no_shipped_task_executes_or_imports_anything() -> None:
@@ -125,19 +90,8 @@ def test_no_shipped_task_executes_or_imports_anything() -> None:
         assert task.code is not None
 
 
-def test_the_shipped_problems_are_in_humanevals_format(small_problems: dict[str, dict[str, Any]]) -> None:
-    assert len(small_problems) == 24
-    keys = Counter(key for problem in small_problems.values() for key in problem)
-    assert keys == dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution", "test"), 24)
-    assert [problem["task_id"] for problem in small_problems.values()] == [f"small_python/{n}" for n in range(24)]
-    stops = load_yaml(book_task_files()["small_python"])["generation_kwargs"]["until"]
-    for name, problem in small_problems.items():
-        assert f"def {name}(" in problem["prompt"] and problem["prompt"].endswith('"""\n')
-        assert not any(stop in problem["canonical_solution"] for stop in stops)
-        assert problem["test"].startswith("def check(candidate):\n") and problem["test"].count("assert ") >= 3
-
-
 def test_no_problem_is_passed_by_doing_nothing(small_problems: dict[str, dict[str, Any]]) -> None:
+    assert len(small_problems) == 24
     for name, problem in small_problems.items():
         names: dict[str, Any] = {}
         exec(f"{problem['prompt']}    return None\n{problem['test']}", names)

@@ -288,7 +288,6 @@ CASES = [
     Case("resume-not-found", "training.resume", {"training.resume": "atuo"}),
     Case("resume-not-found", "training.resume", {"training.resume": "outputs/gone"}),
     Case("task-file-not-found", "evaluation.tasks", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
-    Case("task-file-not-found", "evaluation.tasks", {"evaluation.tasks": ["gsm8k", "humaneval@gone.jsonl"]}),
     # launcher
     Case("launcher-settings-mismatch", "launcher.name", {"launcher.name": LauncherName.slurm}),
     Case("launcher-settings-mismatch", "launcher.name", {"launcher": RayConfig(name=LauncherName.local)}),

@@ -3,8 +3,7 @@
     program       how an answer becomes a program: a name in `BUILDERS`
     pass_at_k     the ks to report; the first is the task's score
     time_limit_s  for one program with its test
-    problems      a JSONL next to the task's file; without it the harness loads the data set. A task that is named as
-                  NAME@FILE reads FILE instead
+    problems      a JSONL next to the task's file; without it the harness loads the data set
 
 The test of a program is the task's `doc_to_target`. `repeats` and `generation_kwargs` set the number of samples and the
 sampling, as in the harness. The settings of `evaluation.code` replace them.
@@ -12,15 +11,15 @@ sampling, as in the harness. The settings of `evaluation.code` replace them.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, FilePath, PositiveInt, ValidationError
 
 from tunebook.config.compose import guard_resolvers
 from tunebook.config.ranges import demand as demand_of
@@ -29,8 +28,6 @@ from tunebook.errors import RequestError, first_line
 
 FOLDER = Path(__file__).parent / "tasks"
 PREFIX = "evaluation.code."
-TIME_LIMIT_S = 3.0  # as in the harness' own code_eval
-_KEYS = ("program", "pass_at_k", "time_limit_s", "problems")
 FENCE = "```"
 _OPENING = re.compile(r"\A\s*(?:```\w*|python)[ \t]*\n")
 _BLOCK = re.compile(r"```(?:\w+)?\n?(.*?)\n?```", re.DOTALL)
@@ -41,8 +38,8 @@ def _first_block(answer: str) -> str:
 
     The harness then searches again without the language name. That search needs two fences and finds nothing more.
     """
-    found = _BLOCK.search(FENCE + answer)
-    return found[1] if found else ""
+    block = _BLOCK.search(FENCE + answer)
+    return block[1] if block else ""
 
 
 # An answer becomes the executed program as in lm-evaluation-harness 0.4.13: `build_predictions` and
@@ -59,20 +56,20 @@ BUILDERS: dict[str, Callable[[Mapping[str, Any], str], str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodeTask:
+class CodeTask(BaseModel, frozen=True, extra="forbid"):
     """How one task's programs are sampled, executed and counted."""
 
-    program: str
-    pass_at_k: tuple[int, ...]
-    time_limit_s: float
-    num_samples: int  # of each problem
-    generation: Mapping[str, Any]  # the harness' generation_kwargs
-    problems: Path | None
+    program: Literal["prompt_and_answer", "prompt_and_answer_to_fence", "answer", "answer_to_fence", "first_block"]
+    pass_at_k: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1,)
+    time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0  # as in the harness' own code_eval
+    problems: FilePath | None = None
+    num_samples: PositiveInt = 1  # of each problem
+    generation: dict[str, Any] = {}  # the harness' generation_kwargs
+    output_type: Literal["generate_until"] = "generate_until"
 
     def harness_keys(self, cache_folder: Path) -> dict[str, Any]:
         """Return the keys that replace those of the task's file; the task's own data bypasses the shared cache."""
-        keys: dict[str, Any] = {"repeats": self.num_samples, "generation_kwargs": dict(self.generation)}
+        keys: dict[str, Any] = {"repeats": self.num_samples, "generation_kwargs": self.generation}
         if self.problems is None:
             return keys
         data = {"data_files": {"test": str(self.problems)}, "cache_dir": str(cache_folder)}
@@ -90,33 +87,15 @@ def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
     if settings is None:
         return None
     try:
-        task = CodeTask(
-            program=settings["program"],
-            pass_at_k=tuple(settings.get("pass_at_k", [1])),
-            time_limit_s=float(settings.get("time_limit_s", TIME_LIMIT_S)),
-            num_samples=config.get("repeats", 1),
-            generation=dict(config.get("generation_kwargs") or {}),
-            problems=(file.parent / settings["problems"]).resolve() if "problems" in settings else None,
-        )
-        is_right = (
-            settings.keys() <= set(_KEYS)
-            and task.program in BUILDERS
-            and min(task.pass_at_k) > 0
-            and 0 < task.time_limit_s < math.inf
-            and task.num_samples > 0
-            and (task.problems is None or task.problems.is_file())
-            and config.get("output_type", "generate_until") == "generate_until"
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
-        is_right = False
-    if not is_right:
+        if "problems" in settings:
+            settings = settings | {"problems": (file.parent / settings["problems"]).resolve()}
+        names = {"repeats": "num_samples", "generation_kwargs": "generation", "output_type": "output_type"}
+        return CodeTask(**settings, **{names[key]: config[key] for key in names.keys() & config.keys()})
+    except (ValidationError, TypeError) as error:
         raise RequestError(
-            f"{file}: metadata.code is {settings!r}. It takes program ({', '.join(BUILDERS)}), pass_at_k (numbers from "
-            "1), time_limit_s and problems (a file that exists). output_type must be generate_until, repeats a number "
-            "from 1, generation_kwargs a mapping",
+            f"{file}: metadata.code: {error}\nIts keys are program, pass_at_k, time_limit_s and problems (a file)",
             problem_id="task-file",
-        )
-    return task
+        ) from error
 
 
 def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
@@ -143,15 +122,15 @@ def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
             f"{PREFIX}temperature=0.8, or leave out {PREFIX}num_samples and {PREFIX}top_p",
             problem_id="code-sampling",
         )
-    return replace(task, num_samples=num_samples, pass_at_k=pass_at_k, generation=generation)
+    return task.model_copy(update={"num_samples": num_samples, "pass_at_k": pass_at_k, "generation": generation})
 
 
 def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
     """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
-    words = OmegaConf.from_dotlist([override.removeprefix(PREFIX) for override in overrides])
+    changes = OmegaConf.from_dotlist([override.removeprefix(PREFIX) for override in overrides])
     try:
         guard_resolvers()
-        code: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(evaluation.code), words))
+        code: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(evaluation.code), changes))
     except OmegaConfBaseException as error:
         known = ", ".join(setting.name for setting in fields(CodeConfig))
         raise RequestError(

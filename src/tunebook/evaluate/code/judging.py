@@ -1,8 +1,5 @@
 """Second step of a code evaluation: execute the programs in the sandbox and put pass@k into the results.
 
-The samples file is written after generation and again with the outcomes, so that a sandbox failure loses no generated
-samples.
-
 For each problem, pass@k is the probability that at least one of k samples passes, estimated from n samples of which c
 pass. The score is the mean over problems. Its standard error is that of a mean, as for all of the harness' scores.
 Source: "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), section 2.1, as in code_eval, which the
@@ -13,32 +10,29 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.schema import CodeConfig, EvaluationConfig
-from tunebook.evaluate.code.code_task import BUILDERS, CodeTask, with_choice
+from rich.console import Console
+from rich.progress import track
+
+from tunebook.config.schema import EvaluationConfig
+from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
 from tunebook.evaluate.results import mean_with_error
 from tunebook.evaluate.sandbox.run import LIMITS, version
 from tunebook.evaluate.sandbox.start import Program, Status, open_sandbox, run_programs
-from tunebook.evaluate.task_files import Task, resolve_task
+from tunebook.evaluate.task_files import Task, resolve_tasks
 from tunebook.files import atomic_write_text
 
-SAY_EVERY_S = 5.0
 
-
-def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
+def check_code(evaluation: EvaluationConfig) -> None:
     """Refuse code tasks that contradict `evaluation.code` or cannot be executed here. Raises: RequestError."""
-    require_sandbox([with_samples(resolve_task(task), evaluation.code) for task in tasks])
-
-
-def with_samples(task: Task, choice: CodeConfig) -> Task:
-    """Apply the configured samples to a code task. Raises: RequestError for a contradiction."""
-    return task if task.code is None else replace(task, code=with_choice(task.name, task.code, choice))
+    require_sandbox(resolve_tasks(evaluation))
 
 
 def require_sandbox(tasks: Iterable[Task]) -> None:
@@ -58,10 +52,10 @@ class Sample:
     program: str
     test: str
     time_limit_s: float
-    status: str | None = None  # the sandbox's `Status`; None: not executed yet
+    status: str = ""  # the sandbox's `Status`
     message: str = ""
     last_lines: list[str] = field(default_factory=list)  # of the program's output
-    seconds: float | None = None
+    seconds: float = 0.0
 
     @property
     def is_passed(self) -> bool:
@@ -70,49 +64,51 @@ class Sample:
 
 
 def judge_programs(
-    results: dict[str, Any], tasks: Sequence[Task], file: Path, *, say: Callable[[str], None]
+    results: dict[str, Any], tasks: Sequence[Task], file: Path, *, report: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Execute the generated programs and score them in `results`; return the record, or None without code tasks.
 
-    `file` gets the samples. Raises: RequestError if the sandbox is gone; the samples are written by then.
+    `file` gets the samples. Raises: RequestError if the sandbox fails.
     """
     codes = {task.name: task.code for task in tasks if task.code is not None}
     if not codes:
         return None
     by_task = {name: collect_samples(name, code, results["samples"][name]) for name, code in codes.items()}
     samples = [sample for problems in by_task.values() for problem in problems for sample in problem]
-    write_samples(samples, file)
-    execution = _execute(samples, say)
-    write_samples(samples, file)
+    execution = _execute(samples, report)
+    # JSON in ASCII, because an answer may hold lone surrogates.
+    atomic_write_text(file, "".join(f"{json.dumps(asdict(sample))}\n" for sample in samples))
     scores = {name: _score(code, by_task[name]) for name, code in codes.items()}
     for name in codes:
         _put_scores(results, name, scores[name]["pass_at_k"], by_task[name])
     return {"execution": execution, "tasks": scores, "samples": file.name}
 
 
-def _execute(samples: Sequence[Sample], say: Callable[[str], None]) -> dict[str, Any]:
+def _execute(samples: Sequence[Sample], report: Callable[[str], None]) -> dict[str, Any]:
     """Execute every program; return which sandbox did, its limits and the time."""
     programs = [
         Program(
-            id=f"{one.task}/{one.problem}/{one.number}",
-            source=one.program,
-            test=one.test,
-            time_limit_s=one.time_limit_s,
+            id=f"{sample.task}/{sample.problem}/{sample.number}",
+            source=sample.program,
+            test=sample.test,
+            time_limit_s=sample.time_limit_s,
         )
-        for one in samples
+        for sample in samples
     ]
-    started = reported = time.monotonic()
-    sandbox = open_sandbox()
-    say(f"{len(programs)} programs are executed in the sandbox: {sandbox.name}")
-    for num_done, (sample, outcome) in enumerate(zip(samples, run_programs(programs, sandbox), strict=True), 1):
+    started, sandbox = time.monotonic(), open_sandbox()
+    report(f"{len(programs)} programs are executed in the sandbox: {sandbox.name}")
+    outcomes = track(
+        run_programs(programs, sandbox),
+        total=len(programs),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    for sample, outcome in zip(samples, outcomes, strict=True):
         sample.status, sample.message = outcome.status.value, outcome.message
         sample.last_lines, sample.seconds = outcome.last_lines, outcome.seconds
-        if time.monotonic() - reported >= SAY_EVERY_S:
-            reported = time.monotonic()
-            say(f"{num_done} of {len(programs)} programs executed")
     seconds = time.monotonic() - started
-    ended = ", ".join(f"{number} {status}" for status, number in count_statuses(samples).items())
-    say(f"of {len(samples)} samples: {ended}; {seconds:.1f} s")
+    statuses = ", ".join(f"{number} {status}" for status, number in count_statuses(samples).items())
+    report(f"of {len(samples)} samples: {statuses}; {seconds:.1f} s")
     return {"backend": sandbox.name, "runner_version": version(), "limits": LIMITS, "seconds": round(seconds, 1)}
 
 
@@ -121,9 +117,11 @@ def _score(code: CodeTask, problems: Sequence[Sequence[Sample]]) -> dict[str, An
     return {
         "program": code.program,
         "num_samples": code.num_samples,
-        "generation": dict(code.generation),
+        "generation": code.generation,
         "time_limit_s": code.time_limit_s,
-        "pass_at_k": {f"pass@{k}": mean_with_error([_estimate(one, k) for one in problems]) for k in code.pass_at_k},
+        "pass_at_k": {
+            f"pass@{k}": mean_with_error([_estimate(samples, k) for samples in problems]) for k in code.pass_at_k
+        },
         "statuses": count_statuses(sample for problem in problems for sample in problem),
     }
 
@@ -145,9 +143,9 @@ def _put_scores(
     [filter_name] = {key.partition(",")[2] for key in metrics if key.startswith("bypass,")}
     for key in (f"bypass,{filter_name}", f"bypass_stderr,{filter_name}"):
         metrics.pop(key, None)
-    for metric, found in scores.items():
-        metrics[f"{metric},{filter_name}"] = found["value"]
-        metrics[f"{metric}_stderr,{filter_name}"] = found["stderr"]
+    for metric, score in scores.items():
+        metrics[f"{metric},{filter_name}"] = score["value"]
+        metrics[f"{metric}_stderr,{filter_name}"] = score["stderr"]
     listed = [{"metric": metric, "higher_is_better": True} for metric in scores]
     results["configs"][name] = {**results["configs"][name], "metric_list": listed}
     results["higher_is_better"][name] = dict.fromkeys(scores, True)
@@ -178,12 +176,6 @@ def collect_samples(task: str, code: CodeTask, documents: Sequence[Mapping[str, 
     ]
 
 
-def write_samples(samples: Iterable[Sample], file: Path) -> None:
-    """Write samples as JSONL, in ASCII, because an answer may hold lone surrogates."""
-    lines = [json.dumps(asdict(sample)) for sample in samples]
-    atomic_write_text(file, "\n".join([*lines, ""]))
-
-
 def count_statuses(samples: Iterable[Sample]) -> dict[str, int]:
     """Count the samples with each status, the most frequent first."""
-    return dict(Counter(str(sample.status) for sample in samples).most_common())
+    return dict(Counter(sample.status for sample in samples).most_common())

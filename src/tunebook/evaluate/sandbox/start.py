@@ -110,13 +110,13 @@ def open_sandbox() -> Sandbox:
     folder = Path(os.environ.get(HANDOVER_VARIABLE) or SERVICE_HANDOVER)
     bubblewrap = shutil.which("bwrap")
     reasons = []
-    found = [Sandbox(name="service", num_programs=1, ask=partial(_ask_service, folder))]
+    sandboxes = [Sandbox(name="service", num_programs=1, ask=partial(_ask_service, folder))]
     # This Python may be out of reach for `nobody`.
     for python in dict.fromkeys(Path(name).resolve() for name in (sys.executable, "/usr/bin/python3")):
         if bubblewrap:
             ask = partial(_ask_bubblewrap, bubblewrap, python)
-            found.append(Sandbox(name="bubblewrap", num_programs=len(os.sched_getaffinity(0)), ask=ask))
-    for sandbox in found:
+            sandboxes.append(Sandbox(name="bubblewrap", num_programs=len(os.sched_getaffinity(0)), ask=ask))
+    for sandbox in sandboxes:
         try:
             outcome = sandbox.try_once(Program(id="trial", source="x = 1", test="assert x == 1", time_limit_s=30.0))
         except BrokenError as error:
@@ -170,15 +170,15 @@ def _read_answer(id: str, answer: bytes) -> Outcome:
     if not answer.endswith(b"\n"):
         raise BrokenError("it ended without a verdict; most likely the kernel killed it, because memory ran out")
     try:
-        found = json.loads(answer)
-        if found["version"] != version():
+        verdict = json.loads(answer)
+        if verdict["version"] != version():
             raise ValueError("its code differs from this evaluation's")
         return Outcome(
             id=id,
-            status=Status(found["status"]),
-            message=_printable(found["message"]),
-            last_lines=[_printable(line) for line in found["last_lines"]],
-            seconds=float(found["seconds"]),
+            status=Status(verdict["status"]),
+            message=_printable(verdict["message"]),
+            last_lines=[_printable(line) for line in verdict["last_lines"]],
+            seconds=float(verdict["seconds"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RequestError(

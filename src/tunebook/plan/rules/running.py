@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.book import is_task_file, problems_of, resolve_path
+from tunebook.config.book import is_task_file, resolve_path
 from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.schema import RunConfig
 from tunebook.plan.rules.frame import Finding, rule
@@ -47,8 +47,7 @@ def resume_not_found(config: RunConfig) -> Iterator[str]:
 
 @rule("task-file-not-found", "evaluation.tasks", "evaluation.tasks=[gsm8k], with files that exist")
 def task_file_not_found(config: RunConfig) -> Iterator[str]:
-    """Require every task file and file of problems to exist: they are read after the training, hours too late."""
+    """Require every task file to exist: it is read after the training, hours too late."""
     for task in config.evaluation.tasks:
-        file = task if is_task_file(task) else problems_of(task)
-        if file is not None and not resolve_path(file).is_file():
-            yield f"there is no file {resolve_path(file)}"
+        if is_task_file(task) and not resolve_path(task).is_file():
+            yield f"there is no file {resolve_path(task)}"
