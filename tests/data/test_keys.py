@@ -12,8 +12,7 @@ from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import Corpus
 from tunebook.data.formats import FormatSettings, Normalizer, known_columns
-from tunebook.data.keys import KeyAccount, is_empty
-from tunebook.data.problems import DocumentError
+from tunebook.data.problems import DocumentError, KeyAccount, is_empty
 from tunebook.data.sources import load_corpus
 from tunebook.errors import DataError
 

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tunebook.config.schema import DatasetConfig
-from tunebook.data.keys import KeyAccount
-from tunebook.data.problems import DocumentProblems
+from tunebook.data.problems import DocumentProblems, KeyAccount
 from tunebook.data.readers import read_records
 from tunebook.data.sources import load_corpus
 from tunebook.errors import DataError

@@ -2,7 +2,7 @@
 
 To add a format: a member of `config.choices.Format`, a function that turns a record into a row, and a line in SPECS.
 Documents of other fields become a question and an answer by two templates (`FieldTemplates`). Null counts as absent,
-because Parquet has every column in every row. `keys.py` decides about other keys.
+because Parquet has every column in every row. `problems.py` decides about other keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind, Row
-from tunebook.data.keys import KeyAccount, is_empty
-from tunebook.data.problems import DocumentError
+from tunebook.data.problems import DocumentError, KeyAccount, is_empty
 from tunebook.data.token_documents import TOKEN_KEYS, token_row
 from tunebook.data.tools import read_template_kwargs, read_tools
 from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns

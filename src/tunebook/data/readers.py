@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
-from tunebook.data.keys import KeyAccount
-from tunebook.data.problems import DocumentError, DocumentProblems, type_name
+from tunebook.data.problems import DocumentError, DocumentProblems, KeyAccount, type_name
 from tunebook.errors import DataError, first_line
 
 Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
@@ -71,19 +70,15 @@ def _read_value(stream: IO[bytes], problems: DocumentProblems, keys: KeyAccount)
     try:
         value = _parse(stream.read())
         if isinstance(value, dict) and keys.known.isdisjoint(value):
-            value = _array_within(value, problems, keys)
+            value = _array_within(value, keys)
     except DocumentError as error:
         raise DataError(f"{problems.location}: {error.message}", problem_id=error.problem_id) from error
     for number, item in enumerate(value if isinstance(value, list) else [value], 1):
-        try:
-            record = _check_object(item)
-        except DocumentError as error:
-            problems.add(number, error)
-        else:
-            yield number, record
+        with problems.noted(number):
+            yield number, _check_object(item)
 
 
-def _array_within(value: dict[str, Any], problems: DocumentProblems, keys: KeyAccount) -> Any:
+def _array_within(value: dict[str, Any], keys: KeyAccount) -> Any:
     """The documents in a file's object; the object itself if it has no array. Raises: DocumentError."""
     names = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
     if len(names) > 1:
@@ -94,22 +89,15 @@ def _array_within(value: dict[str, Any], problems: DocumentProblems, keys: KeyAc
         )
     if not names:
         return value
-    problems.notes.append(f"its documents are the array under '{names[0]}'")
     keys.check(keys.without_ignored(value), names, "the file")
     return value[names[0]]
 
 
 def _read_lines(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record]:
     for number, line in enumerate(stream, 1):
-        if not line.strip():
-            problems.num_blank_lines += 1
-            continue
-        try:
-            record = _check_object(_parse(line.rstrip()))
-        except DocumentError as error:
-            problems.add(number, error)
-        else:
-            yield number, record
+        if line.strip():
+            with problems.noted(number):
+                yield number, _check_object(_parse(line.rstrip()))
 
 
 def _parse(data: bytes) -> Any:

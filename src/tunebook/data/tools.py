@@ -12,8 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tunebook.data.keys import is_empty
-from tunebook.data.problems import DocumentError, type_name
+from tunebook.data.problems import DocumentError, is_empty, type_name
 
 Tool = dict[str, Any]
 Call = dict[str, Any]

@@ -2,7 +2,7 @@
 
 Roles are known by the names that data sets use. A turn becomes {role, content, train, details}: `train` is true on the
 assistant's turns that the loss counts; a turn opts out with `train: false`, `weight: 0` or another of
-`keys.LOSS_FLAGS`. `details` is JSON text of what else chat templates write (`DETAILS`), or None. A content of typed
+`problems.LOSS_FLAGS`. `details` is JSON text of what else chat templates write (`DETAILS`), or None. A content of typed
 parts is taken apart: its texts become the content, its reasoning and calls details.
 """
 
@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunebook.data.keys import LOSS_FLAGS, KeyAccount, is_empty
-from tunebook.data.problems import DocumentError, type_name
+from tunebook.data.problems import LOSS_FLAGS, DocumentError, KeyAccount, is_empty, type_name
 from tunebook.data.tools import Call, read_calls
 from tunebook.errors import did_you_mean
 
