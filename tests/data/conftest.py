@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,18 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 SPECIAL_TOKENS = ("<|pad|>", "<s>", "<|im_start|>", "<|im_end|>", "</s>")
+
+
+def chat_row(messages: Sequence[Mapping[str, Any]], origin: str = "a:1") -> dict[str, Any]:
+    """A conversation as a row of a corpus; the assistant's turns are trained on unless they say otherwise."""
+    turns = [{"train": turn["role"] == "assistant", **turn} for turn in messages]
+    return {"messages": json.dumps(turns), "tools": None, "template_kwargs": None, "origin": origin}
+
+
+def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a corpus row."""
+    turns: list[dict[str, Any]] = json.loads(row["messages"])
+    return turns
 
 
 def write_tokenizer(

@@ -19,6 +19,8 @@ from tunebook.data.encode import Document
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import load_tokenizer
 
+from .conftest import chat_row
+
 
 def make_settings(folder: Path, kind: CorpusKind = CorpusKind.conversation, **changes: Any) -> ChunkSettings:
     options: dict[str, Any] = {"max_length": 40, "vocab_size": None, "dataset": DatasetConfig(num_workers=1)} | changes
@@ -28,18 +30,11 @@ def make_settings(folder: Path, kind: CorpusKind = CorpusKind.conversation, **ch
 def make_documents(num_documents: int) -> Any:
     import datasets
 
-    return datasets.Dataset.from_list(
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": f"{number}", "train": False},
-                    {"role": "assistant", "content": f"{number}" * (1 + number % 5), "train": True},
-                ],
-                "origin": f"a:{number}",
-            }
-            for number in range(num_documents)
-        ]
-    )
+    def turns(number: int) -> list[dict[str, Any]]:
+        answer = f"{number}" * (1 + number % 5)
+        return [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": answer}]
+
+    return datasets.Dataset.from_list([chat_row(turns(number), f"a:{number}") for number in range(num_documents)])
 
 
 def test_several_processes_give_what_one_gives_with_the_date_that_the_template_writes(

@@ -18,12 +18,13 @@ from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder, tokens_
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
 
+from .conftest import chat_row, turns_of
+
 Tokenizers = Callable[..., Any]
 
 
 def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
-    messages = [{"role": role, "content": content, "train": role == "assistant"} for role, content in turns]
-    return {"messages": messages, "origin": "a:1"}
+    return chat_row([{"role": role, "content": content} for role, content in turns])
 
 
 def encode_one(
@@ -93,7 +94,7 @@ def test_the_quickstart_is_masked_as_transformers_does(project_root: Path) -> No
     rows = [conversation(*((roles[turn["from"]], turn["value"]) for turn in turns)) for turns in raw]
     documents = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode(rows)
     expected = tokenizer.apply_chat_template(
-        [row["messages"] for row in rows], return_dict=True, return_assistant_tokens_mask=True
+        [turns_of(row) for row in rows], return_dict=True, return_assistant_tokens_mask=True
     )
     assert [document.input_ids for document in documents] == expected["input_ids"]
     masks = [[int(label != -100) for label in document.labels] for document in documents]

@@ -13,13 +13,15 @@ from tunebook.data.formats import FormatSettings, Normalizer, detect_format, fie
 from tunebook.data.problems import DocumentError
 from tunebook.errors import RequestError
 
+from .conftest import turns_of
+
 
 def normalise(record: dict[str, Any], format: Format = Format.auto, **settings: Any) -> dict[str, Any]:
     return Normalizer(format, FormatSettings(**settings)).row(record)
 
 
 def turns(record: dict[str, Any], **settings: Any) -> list[tuple[str, str, bool]]:
-    messages = normalise(record, **settings)["messages"]
+    messages = turns_of(normalise(record, **settings))
     return [(turn["role"], turn["content"], turn["train"]) for turn in messages]
 
 

@@ -16,6 +16,8 @@ from tunebook.data.problems import DocumentError, KeyAccount, is_empty
 from tunebook.data.sources import load_corpus
 from tunebook.errors import DataError
 
+from .conftest import turns_of
+
 ASK = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 CHAT: dict[str, Any] = {"messages": [ASK, ANSWER]}
@@ -89,12 +91,6 @@ def test_keys_that_nobody_reads_are_counted(tmp_path: Path) -> None:
     assert f"{tmp_path}/in.jsonl: keys not read: id (5), meta (2), timestamp (1), prompt (1)" in notes
 
 
-def test_what_is_left_out_on_request_is_counted_and_what_is_not_there_is_named(tmp_path: Path) -> None:
-    corpus = load(tmp_path, [{**CHAT, "tools": [CALL]}, CHAT], ignore_keys=["tools", "tols"])
-    assert f"{tmp_path}/in.jsonl: left out by dataset.ignore_keys: tools (1)" in corpus.notes
-    assert f"{tmp_path}/in.jsonl: dataset.ignore_keys: no document has tols" in corpus.notes
-
-
 def test_the_line_and_the_key_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"in\.jsonl, line 2: 'documents' of the document") as caught:
         load(tmp_path, [CHAT, {**CHAT, "documents": [CALL]}])
@@ -110,13 +106,13 @@ def test_the_line_and_the_key_are_named(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_flags_of_other_tools_are_honoured(off: dict[str, Any]) -> None:
     turns = normalise({"messages": [ASK, {**ANSWER, **off}, ASK, {**ANSWER, "loss": True}]})
-    assert [turn["train"] for turn in turns["messages"]] == [False, False, False, True]
+    assert [turn["train"] for turn in turns_of(turns)] == [False, False, False, True]
 
 
 def test_a_prompt_is_not_trained_on_and_cannot_ask_to_be() -> None:
-    turns = normalise({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER], "system": "Be brief."})["messages"]
+    turns = turns_of(normalise({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER], "system": "Be brief."}))
     assert [turn["train"] for turn in turns] == [False, False, False, False, True]
-    assert turns[0] == {"role": "system", "content": "Be brief.", "train": False, "details": None}
+    assert turns[0] == {"role": "system", "content": "Be brief.", "train": False}
     with pytest.raises(DocumentError, match="only turns of the completion can be"):
         normalise({"prompt": [ASK, {**ANSWER, "loss": True}, ASK], "completion": [ANSWER]})
     with pytest.raises(DocumentError, match="'system' goes with turns"):

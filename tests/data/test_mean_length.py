@@ -8,7 +8,7 @@ import pytest
 from tunebook.config.choices import Source
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig, TrainingConfig
-from tunebook.data.mean_length import count_documents, longest_document, mean_tokens
+from tunebook.data.batch import count_documents, longest_document, mean_tokens
 from tunebook.data.synthetic import generate
 
 

@@ -14,6 +14,8 @@ from tunebook.data.mixture import interleave, plan_counts
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, RequestError
 
+from .conftest import turns_of
+
 
 def test_without_weights_every_document_is_taken() -> None:
     assert plan_counts({"a": 3, "b": 100}, {"a": None, "b": None}) == {"a": 3, "b": 100}
@@ -84,7 +86,7 @@ def test_a_mixture_of_formats_of_one_kind(tmp_path: Path) -> None:
     config = DatasetConfig(source=Source.mixture, parts=parts, system_prompt="s", validation_share=0.2)
     corpus = load_corpus(config, cache_dir=tmp_path / "cache")
     assert corpus.validation is not None
-    prompts = [row["messages"][1]["content"] for part in (corpus.train, corpus.validation) for row in part]
+    prompts = [turns_of(row)[1]["content"] for part in (corpus.train, corpus.validation) for row in part]
     assert sum(prompt.startswith("chat") for prompt in prompts) == 60
     assert sum(prompt.startswith("task") for prompt in prompts) == 30
     assert len(set(prompts)) == 90

@@ -20,6 +20,8 @@ from tunebook.data.corpus import Corpus, CorpusKind
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, RequestError
 
+from .conftest import chat_row, turns_of
+
 
 def conversation(number: int) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": f"q{number}"}, {"from": "gpt", "value": f"a{number}"}]}
@@ -37,7 +39,7 @@ def load(tmp_path: Path, config: DatasetConfig, **facts: Any) -> Corpus:
 
 def questions(part: datasets.Dataset | None) -> list[str]:
     assert part is not None
-    return [row["messages"][0]["content"] for row in part]
+    return [turns_of(row)[0]["content"] for row in part]
 
 
 def test_a_file_becomes_rows_with_their_origin_and_a_record(tmp_path: Path) -> None:
@@ -45,15 +47,9 @@ def test_a_file_becomes_rows_with_their_origin_and_a_record(tmp_path: Path) -> N
     corpus = load(tmp_path, DatasetConfig(path=str(path)))
     assert corpus.kind is CorpusKind.conversation
     assert corpus.validation is None
-    assert corpus.train[1] == {
-        "messages": [
-            {"role": "user", "content": "q2", "train": False, "details": None},
-            {"role": "assistant", "content": "a2", "train": True, "details": None},
-        ],
-        "tools": None,
-        "template_kwargs": None,
-        "origin": "chat.jsonl:2",
-    }
+    turns = [{"role": "user", "content": "q2"}, {"role": "assistant", "content": "a2"}]
+    assert turns_of(corpus.train[1]) == turns_of(chat_row(turns))
+    assert corpus.train["origin"][:] == ["chat.jsonl:1", "chat.jsonl:2"]
     (record,) = corpus.records
     assert record.location == str(path)
     assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -77,12 +73,11 @@ def test_a_path_in_the_book_is_recorded_as_such(tmp_path: Path) -> None:
     assert len(corpus.train) == 3
 
 
-def test_blank_lines_and_repeated_documents_are_noted(tmp_path: Path) -> None:
+def test_repeated_documents_are_noted(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.jsonl", [conversation(1), conversation(1), conversation(2)])
     path.write_text("\n" + path.read_text() + "\n")
     corpus = load(tmp_path, DatasetConfig(path=str(path)))
     assert corpus.train["origin"][:] == ["chat.jsonl:2", "chat.jsonl:3", "chat.jsonl:4"]
-    assert f"{path}: skipped blank lines: 2" in corpus.notes
     assert "1 of 3 documents repeat an earlier one" in corpus.notes
 
 
@@ -134,8 +129,8 @@ def test_the_held_out_share_depends_on_content_alone(tmp_path: Path) -> None:
 
     write(path, [conversation(number) for number in range(1000, 1100)] + records[::-1])
     corpus = load(tmp_path, DatasetConfig(path=str(path), validation_share=0.1, system_prompt="Be brief."))
-    assert {row["messages"][1]["content"] for row in corpus.validation or []} >= held_out
-    moved = held_out & {row["messages"][1]["content"] for row in corpus.train}
+    assert {turns_of(row)[1]["content"] for row in corpus.validation or []} >= held_out
+    moved = held_out & {turns_of(row)[1]["content"] for row in corpus.train}
     assert not moved
     assert len(corpus.train) + len(corpus.validation or []) == 500
 
@@ -218,8 +213,8 @@ def test_calls_with_arguments_of_several_types_come_from_the_hub_as_they_are_wri
         rows.append({"messages": turns})
     write(tmp_path / "calls" / "train.jsonl", rows)
     corpus = load(tmp_path, DatasetConfig(source=Source.hub, name=str(tmp_path / "calls")))
-    details = [json.loads(row["messages"][1]["details"])["tool_calls"][0] for row in corpus.train]
-    assert [call["function"]["arguments"] for call in details] == [{"x": 1}, {"x": "a"}]
+    calls = [turns_of(row)[1]["tool_calls"][0] for row in corpus.train]
+    assert [call["function"]["arguments"] for call in calls] == [{"x": 1}, {"x": "a"}]
 
 
 def test_files_that_the_library_cannot_read_are_named(tmp_path: Path, hub_folder: Path) -> None:

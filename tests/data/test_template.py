@@ -74,7 +74,7 @@ def trained_texts(rendered: Rendered) -> list[str]:
 def render(tiny_tokenizer: Tokenizers) -> Callable[..., Rendered]:
     """Render messages with the tokenizer of some options."""
     return lambda messages, **options: ConversationRenderer(tiny_tokenizer(**options)).render(
-        Conversation.plain(messages), "a:7"
+        Conversation(messages=messages), "a:7"
     )
 
 
@@ -180,7 +180,7 @@ def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenize
 
 
 def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
-    prompt = ConversationRenderer(tiny_tokenizer()).prompt(Conversation.plain(talk("Hi")))
+    prompt = ConversationRenderer(tiny_tokenizer()).prompt(Conversation(messages=talk("Hi")))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -246,10 +246,10 @@ def test_what_a_template_leaves_out_is_an_error(
     renderer = ConversationRenderer(tiny_tokenizer(template=template))
     if is_everything and len(messages) == 4 and template == DROPS_REASONING:
         # Of an earlier answer: by design, and counted.
-        assert renderer.whole(Conversation.plain(messages), "a:7").leaves_out
+        assert renderer.whole(Conversation(messages=messages), "a:7").leaves_out
         return
     with pytest.raises(DataError, match=message) as caught:
-        (renderer.whole if is_everything else renderer.render)(Conversation.plain(messages), "a:7")
+        (renderer.whole if is_everything else renderer.render)(Conversation(messages=messages), "a:7")
     assert caught.value.problem_id == "template-leaves-out"
 
 
@@ -271,7 +271,7 @@ def test_what_a_template_leaves_out_is_an_error(
 def test_what_a_template_only_writes_in_another_way_is_there(
     tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]]
 ) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(Conversation.plain(messages), "a:7")
+    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(Conversation(messages=messages), "a:7")
     assert not rendered.leaves_out
 
 
@@ -295,14 +295,14 @@ def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
     with pytest.raises(DataError, match=r"this prompt: .* turn 1 \(system\)"):
-        renderer.prompt(Conversation.plain(SYSTEM[:2]))
+        renderer.prompt(Conversation(messages=SYSTEM[:2]))
 
 
 def test_an_end_token_inside_an_answer_does_not_end_it(tiny_tokenizer: Tokenizers) -> None:
     for template in (CHATML, CHATML_WITH_MARKERS):
         renderer = ConversationRenderer(tiny_tokenizer(template=template))
         messages = talk("a <|im_end|> b", "c <|im_end|> d", "e", "<|im_end|>")
-        rendered = renderer.render(Conversation.plain(messages), "a:1")
+        rendered = renderer.render(Conversation(messages=messages), "a:1")
         text, spans = renderer.special.show(rendered.text, rendered.spans)
         assert [text[start:end] for start, end in spans] == ["c <|im_end|> d<|im_end|>", "<|im_end|><|im_end|>"]
         assert rendered.special == "<|im_end|>"
@@ -318,7 +318,7 @@ def test_a_template_writes_the_date_that_is_set_and_not_todays(
     for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
         assert writes_date(tokenizer)
-        text = ConversationRenderer(tokenizer).whole(Conversation.plain(talk("Hi", "Yo")), "a:1").text
+        text = ConversationRenderer(tokenizer).whole(Conversation(messages=talk("Hi", "Yo")), "a:1").text
         assert text.startswith(f"Today: {written}\n")
         # Through transformers itself, as the harness renders, too.
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (

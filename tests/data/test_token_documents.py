@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
+from tunebook.config.choices import Format
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError
-from tunebook.data.token_documents import token_row
 
 IDS = [1, 10, 11, 2, 20, 21, 2]
 
 
+def token_row(record: dict[str, Any]) -> dict[str, Any]:
+    return Normalizer(Format.auto, FormatSettings()).row(record)
+
+
 def labels(**keys: Any) -> list[int]:
-    return list(token_row({"input_ids": IDS, **keys}, vocab_size=None)["labels"])
+    return list(token_row({"input_ids": IDS, **keys})["labels"])
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
@@ -28,11 +33,9 @@ def test_two_masks_count_where_both_do() -> None:
 
 
 def test_padding_is_left_out() -> None:
-    row = token_row({"input_ids": [0, 0, *IDS, 0], "attention_mask": [0, 0, *[1] * 7, 0]}, vocab_size=None)
+    row = token_row({"input_ids": [0, 0, *IDS, 0], "attention_mask": [0, 0, *[1] * 7, 0]})
     assert row == {"input_ids": IDS, "labels": IDS}
-    row = token_row(
-        {"input_ids": [*IDS, 0], "attention_mask": [*[1] * 7, 0], "labels": [*[-100] * 6, 2, -100]}, vocab_size=None
-    )
+    row = token_row({"input_ids": [*IDS, 0], "attention_mask": [*[1] * 7, 0], "labels": [*[-100] * 6, 2, -100]})
     assert row == {"input_ids": IDS, "labels": [*[-100] * 6, 2]}
 
 
@@ -40,7 +43,7 @@ def test_what_says_nothing_more_is_no_problem() -> None:
     assert labels(position_ids=list(range(7)), token_type_ids=[0] * 7, seq_lengths=[7], attention_mask=[1] * 7) == IDS
     padded = {"input_ids": [0, 0, *IDS, 0], "attention_mask": [0, 0, *[1] * 7, 0]}
     positions = [0, 0, *range(7), 0]  # as some collators number padding
-    assert token_row({**padded, "position_ids": positions}, vocab_size=None)["labels"] == IDS
+    assert token_row({**padded, "position_ids": positions})["labels"] == IDS
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError
 from tunebook.data.turns import texts_of_turn
 
+from .conftest import turns_of
+
 ASK = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 FUNCTION = {"name": "f", "description": "finds", "parameters": {"type": "object", "properties": {}}}
@@ -25,9 +27,7 @@ def row(record: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def turn(record: dict[str, Any], number: int = 1) -> dict[str, Any]:
-    """One turn with its details as keys."""
-    made: dict[str, Any] = row(record)["messages"][number]
-    return {key: value for key, value in made.items() if key != "details"} | json.loads(made["details"] or "{}")
+    return turns_of(row(record))[number]
 
 
 def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_call_may_have_a_text_before_it_and_several_are_kept_in_order() -> Non
         {"from": "observation", "value": "1"},
         {"from": "gpt", "value": "a"},
     ]
-    roles = [one["role"] for one in row({"conversations": sharegpt})["messages"]]
+    roles = [one["role"] for one in turns_of(row({"conversations": sharegpt}))]
     assert roles == ["user", "assistant", "tool", "assistant"]
     joined = turn({"conversations": sharegpt})
     assert (joined["content"], joined["tool_calls"]) == ("I look.", [CALL, second])
@@ -182,7 +182,6 @@ def test_media_are_refused_with_their_kind(part: dict[str, Any], kind: str) -> N
         (chat(ANSWER, tools=[{**FUNCTION, "parameters": "none"}]), "tool 1 of 'tools': its 'parameters'"),
         (chat({**ANSWER, "tools": [TOOL]}), r"'tools' of turn 2 \(assistant\) is not supported"),
         (chat(ANSWER, chat_template_kwargs="{"), "'chat_template_kwargs' is text that is not JSON"),
-        (chat(ANSWER, chat_template_kwargs={"add_generation_prompt": True}), "sets add_generation_prompt"),
         ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "'tools' goes with turns"),
     ],
 )  # fmt: skip
@@ -204,11 +203,11 @@ def test_the_name_of_a_speaker_is_kept() -> None:
 
 
 def test_flags_hold_for_calls_too() -> None:
-    messages = row(chat(called(tool_calls=[CALL], loss=False), {"role": "tool", "content": "1"}, ANSWER))["messages"]
-    assert [one["train"] for one in messages] == [False, False, False, True]
+    turns = turns_of(row(chat(called(tool_calls=[CALL], loss=False), {"role": "tool", "content": "1"}, ANSWER)))
+    assert [one["train"] for one in turns] == [False, False, False, True]
 
 
 def test_the_texts_of_a_turn_are_those_that_a_model_reads() -> None:
     call = {"name": "f", "arguments": {"a": ["x", {"b": "y"}], "n": 3}}
-    found = row(chat(called(tool_calls=[call], reasoning="why"), {"role": "tool", "content": ""}, ANSWER))["messages"]
-    assert [texts_of_turn(one) for one in found] == [["q"], ["why", "x", "y"], [], ["a"]]
+    turns = turns_of(row(chat(called(tool_calls=[call], reasoning="why"), {"role": "tool", "content": ""}, ANSWER)))
+    assert [texts_of_turn(one) for one in turns] == [["q"], ["why", "x", "y"], [], ["a"]]

@@ -1,14 +1,14 @@
 """The common form of the documents of all sources, and how it is written to disk in bounded memory.
 
 A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
-conversation: messages, a list of {role, content, train, details}, tools and template_kwargs (`conversation.py`); text:
-text; prompt_completion: prompt, completion; tokens: input_ids, labels. Every kind also has `origin`, such as
-`train.jsonl:17`, for messages.
+conversation: messages, tools and template_kwargs, all JSON text (`conversation.py`); text: text; prompt_completion:
+prompt, completion; tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.data.problems import Skipped
+from tunebook.data.turns import DETAILS
 
 if TYPE_CHECKING:
     import datasets
@@ -78,18 +79,15 @@ def arrow_schema(kind: CorpusKind) -> pa.Schema:
     """The columns of a kind on disk."""
     import pyarrow as pa
 
-    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("train", pa.bool_()), ("details", pa.string())])
-    columns: dict[CorpusKind, list[tuple[str, pa.DataType]]] = {
-        CorpusKind.conversation: [
-            ("messages", pa.list_(turn)),
-            ("tools", pa.string()),
-            ("template_kwargs", pa.string()),
-        ],
-        CorpusKind.text: [("text", pa.string())],
-        CorpusKind.prompt_completion: [("prompt", pa.string()), ("completion", pa.string())],
-        CorpusKind.tokens: [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))],
+    names = {
+        CorpusKind.conversation: ("messages", "tools", "template_kwargs"),
+        CorpusKind.text: ("text",),
+        CorpusKind.prompt_completion: ("prompt", "completion"),
+        CorpusKind.tokens: ("input_ids", "labels"),
     }
-    return pa.schema([*columns[kind], ("origin", pa.string()), (CONTENT_HASH, pa.uint64())])
+    column = pa.list_(pa.int32()) if kind is CorpusKind.tokens else pa.string()
+    columns = [(name, column) for name in names[kind]]
+    return pa.schema([*columns, ("origin", pa.string()), (CONTENT_HASH, pa.uint64())])
 
 
 def content_hash(row: Row, kind: CorpusKind) -> int:
@@ -100,9 +98,12 @@ def content_hash(row: Row, kind: CorpusKind) -> int:
     if kind is CorpusKind.tokens:
         return hash_bytes(array("i", row["input_ids"]).tobytes())
     if kind is CorpusKind.conversation:
-        turns = [turn for turn in row["messages"] if turn["role"] != "system"]
-        pieces = [turn[key] for turn in turns for key in ("role", "content", "details") if turn[key] is not None]
-        pieces += [row["tools"]] if row["tools"] else []
+        pieces = []
+        for turn in json.loads(row["messages"]):
+            if turn["role"] != "system":
+                details = {key: turn[key] for key in DETAILS if key in turn}
+                pieces += [turn["role"], turn["content"], json.dumps(details, ensure_ascii=False) if details else None]
+        pieces = [piece for piece in (*pieces, row["tools"]) if piece is not None]
     elif kind is CorpusKind.prompt_completion:
         pieces = [row["prompt"], row["completion"]]
     else:

@@ -95,9 +95,7 @@ class Encoder:
             special_text = SpecialText.as_text if is_conversation else SpecialText.keep
         self._special_text = special_text
         if is_conversation:
-            self._renderer = self._tool_renderer = ConversationRenderer(tokenizer)
-            if isinstance(tokenizer.chat_template, dict):
-                self._tool_renderer = ConversationRenderer(tokenizer, for_tools=True)
+            self._renderer = ConversationRenderer(tokenizer)
             self._special = self._renderer.special
             return
         self._special = SpecialTokens(tokenizer)
@@ -143,9 +141,9 @@ class Encoder:
                     problem_id="data-bad-document",
                 )
         self.counts.contents.update(conversation.contents())
-        renderer = self._tool_renderer if conversation.tools else self._renderer
         # If everything is trained on, the assistant's turns need not be found.
-        rendered = (renderer.whole if self._everything else renderer.render)(conversation, origin)
+        render = self._renderer.whole if self._everything else self._renderer.render
+        rendered = render(conversation, origin)
         self._check_special(rendered.special, origin)
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tunebook.data.corpus import Corpus
 
 # Modules of this package that only read prepared data. A change in any other module prepares everything again.
-_READERS = ("view.py", "packing.py", "sampler.py", "batch.py", "mean_length.py")
+_READERS = ("view.py", "packing.py", "sampler.py", "batch.py")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 
@@ -117,7 +117,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     if (folder / PREPARED_FILE).is_file():
         return load_prepared(folder)
     try:
-        with _lock(folder, report):
+        report(0, None, "reading documents")
+        with _lock(folder):
             if (folder / PREPARED_FILE).is_file():  # another process made it meanwhile
                 return load_prepared(folder)
             partial = folder.with_suffix(".partial")
@@ -138,7 +139,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
 
 
 def _refuse_added_tokens(config: RunConfig) -> None:
-    """Raises: RequestError for tokens that PEFT 0.21 cannot train: it needs the whole embeddings on each GPU."""
+    """Raises: RequestError for added tokens in divided embeddings, which PEFT cannot train."""
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer
 
     if config.model.chat_template != CHATML_TEMPLATE or config.peft.method is PeftMethod.full:
@@ -155,15 +156,12 @@ def _refuse_added_tokens(config: RunConfig) -> None:
 
 
 @contextmanager
-def _lock(folder: Path, report: Progress) -> Iterator[None]:
-    from filelock import FileLock, Timeout
+def _lock(folder: Path) -> Iterator[None]:
+    from filelock import FileLock
 
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        report(0, None, "waiting for another process that is preparing the same data")
         lock.acquire()
     except OSError as error:
         if is_disk_full(error):
@@ -182,7 +180,6 @@ def _lock(folder: Path, report: Progress) -> Iterator[None]:
 def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
     """Prepare everything into a new folder."""
     started = time.monotonic()
-    report(0, None, "reading documents")
     corpus_folder = folder / "corpus"
     corpus_folder.mkdir(parents=True)
     vocab_size, eos_token_id = vocabulary(config)
@@ -250,11 +247,7 @@ def _check_template_kwargs(config: RunConfig, tokenizer: PreTrainedTokenizerBase
     """Raises: RequestError for a variable of the configuration that the chat template does not read."""
     from tunebook.data.template import require_template, template_variables
 
-    known = {
-        name
-        for for_tools in (False, True)
-        for name in template_variables(require_template(tokenizer, for_tools=for_tools))
-    }
+    known = template_variables(require_template(tokenizer))
     for key, source in sources_of(config.dataset).items():
         if unknown := sorted(source.chat_template_kwargs.keys() - known):
             raise RequestError(

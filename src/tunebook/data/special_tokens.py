@@ -113,22 +113,9 @@ class SpecialTokens:
 
 
 def any_of(names: Collection[str]) -> re.Pattern[str]:
-    """An expression for the longest of these names, from a tree of their letters: some tokenizers have thousands."""
-    tree: dict[str, Any] = {}
-    for name in names:
-        node = tree
-        for letter in name:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    return re.compile(_expression(tree) if tree else "(?!)")  # which matches nothing
-
-
-def _expression(tree: dict[str, Any]) -> str:
-    branches = [re.escape(letter) + _expression(node) for letter, node in tree.items() if letter]
-    if not branches:
-        return ""
-    all_of_them = f"(?:{'|'.join(branches)})" if len(branches) > 1 or "" in tree else branches[0]
-    return f"{all_of_them}?" if "" in tree else all_of_them
+    """An expression for the longest of these names."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
 
 
 def _substitute(

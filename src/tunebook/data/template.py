@@ -4,21 +4,19 @@ A template may mark the assistant's words with `{% generation %}`. For any other
 an answer, with the generation prompt, must be the beginning of the whole text; the answer is what follows, up to the
 token that ends it. So the model is trained to write exactly what follows its prompt in generation. Text of special
 tokens in a turn is hidden from the template (`special_tokens.py`), and a conversation that it does not write completely
-is an error (`template_content.py`).
+is an error (`find_missing`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunebook.data.conversation import Conversation, Messages, TemplateForm
-from tunebook.data.special_tokens import Span, SpecialTokens
-from tunebook.data.template_content import Part, find_missing
+from tunebook.data.conversation import Conversation, Messages, Part, TemplateForm, find_missing
+from tunebook.data.special_tokens import Span, SpecialTokens, any_of
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
 from tunebook.model.chat_templates import GENERATION_MARKER
@@ -42,13 +40,10 @@ class Rendered:
     special: str | None = None  # the first special token with hidden text in a turn
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> str:
-    """The chat template's text; some tokenizers have one of their own for conversations with tools.
-
-    Raises: RequestError if there is none.
-    """
+def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template's text. Raises: RequestError if there is none."""
     try:
-        template: str = tokenizer.get_chat_template(tools=[{}] if for_tools else None)
+        template: str = tokenizer.get_chat_template()
     except ValueError as error:
         raise RequestError(
             "to train a base model on conversations, type model.chat_template=chatml: the tokenizer in "
@@ -82,16 +77,16 @@ def template_variables(template: str) -> set[str]:
 class ConversationRenderer:
     """Renders conversations with one tokenizer's template. Raises: RequestError if it has none or a broken one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self._template = require_template(tokenizer, for_tools=for_tools)
+        self._template = require_template(tokenizer)
         template_variables(self._template)  # refuses a broken one
         self._is_marked = GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
         self._special_tokens = dict(tokenizer.special_tokens_map)
         self._stop_tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer)]
-        self._stop = re.compile("|".join(map(re.escape, sorted(self._stop_tokens, key=len, reverse=True))))
+        self._stop = any_of(self._stop_tokens)
         self.special = SpecialTokens(tokenizer)
         self._form = TemplateForm(self._template, lambda messages, tools: self._render_messages(messages, tools)[0])
 

@@ -1,9 +1,13 @@
 """The turns of a conversation: roles, contents, reasoning, calls of tools, and whether the loss counts each.
 
-Roles are known by the names that data sets use. A turn becomes {role, content, train, details}: `train` is true on the
-assistant's turns that the loss counts; a turn opts out with `train: false`, `weight: 0` or another of
-`problems.LOSS_FLAGS`. `details` is JSON text of what else chat templates write (`DETAILS`), or None. A content of typed
-parts is taken apart: its texts become the content, its reasoning and calls details.
+Roles are known by the names that data sets use. A turn becomes {role, content, train} and those of `DETAILS` that it
+has. `train` is true on the assistant's turns that the loss counts; a turn opts out with `train: false`, `weight: 0` or
+another of `problems.LOSS_FLAGS`. A content of typed parts is taken apart.
+
+Tools and calls get OpenAI's form, which transformers' `apply_chat_template` expects: a tool is {"type": "function",
+"function": {name, description, parameters}}, a call {"id", "type": "function", "function": {name, arguments}} with the
+arguments as an object. Also read: bare functions, arguments as JSON text, the ShareGPT texts of Glaive and
+LLaMA-Factory, and Anthropic's `input` and `input_schema`.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunebook.data.problems import LOSS_FLAGS, DocumentError, KeyAccount, is_empty, type_name
-from tunebook.data.tools import Call, read_calls
 from tunebook.errors import did_you_mean
 
 Turn = dict[str, Any]
+Tool = dict[str, Any]
+Call = dict[str, Any]
 
 # The four roles chat templates know, and the names under which data sets write them.
 ROLE_NAMES = {
@@ -29,7 +34,7 @@ ROLE_NAMES = {
 CALL_ROLES = ("function_call", "tool_call", "tool_calls")  # of turns whose text is calls of tools
 ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names} | dict.fromkeys(CALL_ROLES, "assistant")
 
-DETAILS = ("reasoning", "tool_calls", "tool_call_id", "name")  # the keys of `details`
+DETAILS = ("reasoning", "tool_calls", "tool_call_id", "name")  # what else chat templates write of a turn
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CALL_KEYS = ("tool_calls", "function_call")
 _TURN_KEYS = (("from", "value"), ("role", "content"))
@@ -42,6 +47,7 @@ _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _MEDIA_PARTS = ("image", "audio", "video", "file", "document")
 _PARTS = (*_TEXT_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
 _PART_VALUES = ("text", "value", "content", "thinking", "reasoning")
+_BAD_TOOL = "data-bad-tool"
 
 
 @dataclass(kw_only=True)
@@ -70,17 +76,13 @@ def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool
         tool_names |= {call["id"]: call["function"]["name"] for call in read.get("tool_calls", []) if "id" in call}
         if read["role"] == "tool" and read.get("tool_call_id") in tool_names:
             read.setdefault("name", tool_names[read["tool_call_id"]])
-    for turn in turns:
-        details = {key: turn.pop(key) for key in DETAILS if key in turn}
-        turn["details"] = json.dumps(details, ensure_ascii=False) if details else None
     return turns
 
 
 def texts_of_turn(turn: Turn) -> list[str]:
-    """The texts of a corpus row's turn: its content, its reasoning, and the arguments of its calls."""
-    details = json.loads(turn["details"]) if turn.get("details") else {}
-    arguments = [call["function"]["arguments"] for call in details.get("tool_calls", ())]
-    return [text for text in (turn["content"], details.get("reasoning"), *texts_in(arguments)) if text]
+    """The texts of a turn: its content, its reasoning, and the arguments of its calls."""
+    arguments = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
+    return [text for text in (turn["content"], turn.get("reasoning"), *texts_in(arguments)) if text]
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -94,11 +96,11 @@ def texts_in(value: Any) -> Iterator[str]:
 
 def make_turn(role: str, content: object, name: str) -> Turn:
     """A turn with a known role, whose content is the document's field `name`."""
-    return {"role": role, "content": check_text(content, f"'{name}'"), "train": role == "assistant", "details": None}
+    return {"role": role, "content": check_text(content, f"'{name}'"), "train": role == "assistant"}
 
 
-def check_conversation(turns: list[Turn]) -> list[Turn]:
-    """The turns, if they can be trained on. Raises: DocumentError."""
+def check_conversation(turns: list[Turn]) -> None:
+    """Raises: DocumentError for turns that cannot be trained on."""
     if not turns:
         raise DocumentError("the conversation is empty; it needs a user's and an assistant's turn")
     for number, turn in enumerate(turns[1:], 2):
@@ -112,7 +114,6 @@ def check_conversation(turns: list[Turn]) -> list[Turn]:
             "every assistant turn is marked as not to be trained on (train: false, weight: 0 and the like), so "
             "there is nothing to train on"
         )
-    return turns
 
 
 def check_text(value: object, what: str) -> str:
@@ -125,7 +126,6 @@ def check_text(value: object, what: str) -> str:
 
 
 def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) -> Turn:
-    """One turn with its details as keys of their own."""
     if not isinstance(turn, dict):
         raise DocumentError(f"turn {number} is {type_name(turn)} where an object with a role and text belongs")
     turn = account.without_ignored(turn)
@@ -251,3 +251,88 @@ def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool
             "from it (dataset.train_on=everything trains on every token)"
         )
     return can_be and all(flags.values())
+
+
+def read_tools(value: object, field: str) -> list[Tool]:
+    """The tools of a document: a list, or JSON text of one. Raises: DocumentError naming `field` and the tool."""
+    if is_empty(value):
+        return []
+    tools = _read_list(value, f"'{field}'")
+    return [_read_tool(tool, f"tool {number} of '{field}'") for number, tool in enumerate(tools, 1)]
+
+
+def _read_tool(value: object, place: str) -> Tool:
+    tool = _read_object(value, place)
+    function = _read_object(tool.get("function", tool), place)
+    if tool.get("type", "function") != "function":
+        raise DocumentError(
+            f"{place} is of type '{tool['type']}', and templates write functions only", problem_id=_BAD_TOOL
+        )
+    _require_name(function, place)
+    written = {key: entry for key, entry in function.items() if entry is not None and key != "type"}
+    if "input_schema" in written:
+        written["parameters"] = written.pop("input_schema")
+    if "parameters" in written:
+        _read_object(written["parameters"], f"{place}: its 'parameters'")
+    return {"type": "function", "function": written}
+
+
+def read_calls(value: object, place: str) -> list[Call]:
+    """Calls of tools: one or a list, as objects or JSON text. Raises: DocumentError naming `place`."""
+    return [_read_call(call, place) for call in _read_list(value, place)]
+
+
+def _read_call(value: object, place: str) -> Call:
+    call = _read_object(value, place)
+    function = _read_object(call.get("function") or call, place)
+    name = _require_name(function, place)
+    given: Any = next(
+        (function[key] for key in ("arguments", "parameters", "input") if function.get(key) is not None), {}
+    )
+    if isinstance(given, str):  # some data sets wrote the JSON text twice
+        given = _parse(given.strip() or "{}", f"the arguments of '{name}' in {place}")
+    arguments = _read_object(given, f"the arguments of '{name}' in {place}")
+    made: Call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if call.get("id") is None else {"id": str(call["id"]), **made}
+
+
+def read_template_kwargs(value: object) -> dict[str, Any]:
+    """`chat_template_kwargs` of a document: an object, or JSON text of one. Raises: DocumentError."""
+    given = _read_object(value, "'chat_template_kwargs'", problem_id="data-bad-document")
+    return {key: entry for key, entry in given.items() if entry is not None}
+
+
+def _require_name(function: Mapping[str, Any], place: str) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise DocumentError(
+            f"{place} has no 'name'; its keys are: {', '.join(function) or 'none'}", problem_id=_BAD_TOOL
+        )
+    return name
+
+
+def _read_list(value: object, place: str) -> list[Any]:
+    if isinstance(value, str):
+        value = _parse(value, place)
+    if isinstance(value, Mapping):  # a single one
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise DocumentError(f"{place} is {type_name(value)} where a list of objects belongs", problem_id=_BAD_TOOL)
+    return value
+
+
+def _read_object(value: object, place: str, problem_id: str = _BAD_TOOL) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _parse(value, place)
+    if not isinstance(value, dict):
+        raise DocumentError(f"{place} is {type_name(value)} where an object belongs", problem_id=problem_id)
+    return value
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text, strict=False)  # line breaks inside texts are common
+    except ValueError as error:
+        raise DocumentError(
+            f"{place} is text that is not JSON ({error}): {text[:60]!r}", problem_id=_BAD_TOOL
+        ) from error

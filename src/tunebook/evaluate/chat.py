@@ -120,7 +120,7 @@ class Chat:
     def _encode(self, turns: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation, ready for the answer."""
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation.plain([*system, *turns]))
+        return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation(messages=[*system, *turns]))
 
     def _generate(self, tokens: list[int], streamer: Any, stop: threading.Event) -> list[int]:
         """Generate in a thread, until the event is set at the latest; return the new tokens."""

@@ -230,7 +230,7 @@ def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str
 
     if system_prompt is not None:
         talk = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "a question"}]
-        ConversationRenderer(tokenizer).prompt(Conversation.plain(talk))
+        ConversationRenderer(tokenizer).prompt(Conversation(messages=talk))
 
 
 def _task_settings(task: Task, settings: HarnessSettings) -> dict[str, Any]:
