@@ -50,7 +50,7 @@ def facts(vocab_size: int) -> schema.ModelFacts:
 def test_counts_lengths_and_rows(run_config: Configs) -> None:
     prepared = prepare(run_config([SHORT, LONGER]))
     counts = prepared.train.counts
-    assert (counts.num_read, counts.num_documents, counts.num_dropped, counts.num_cut) == (2, 2, 0, 0)
+    assert (counts.num_read, counts.num_documents, counts.dropped.total(), counts.num_cut) == (2, 2, 0, 0)
     assert (counts.num_tokens, counts.num_trained_tokens) == (25 + 27, 3 + 5)
     assert (counts.shortest, counts.longest) == (25, 27)
     assert prepared.train.load_lengths().tolist() == [25, 27]
@@ -252,10 +252,12 @@ def test_unusable_documents_are_left_out_by_reason_up_to_a_share(tmp_path: Path,
     config.dataset.max_bad_share = 0.4
     prepared = prepare(config)
     counts = prepared.train.counts
-    assert (counts.num_read, counts.num_documents, counts.skipped.total()) == (6, 6, 4)
-    reasons = counts.skipped.most_common()
+    assert (counts.num_read, counts.num_documents, counts.skipped.reasons.total()) == (6, 6, 4)
+    reasons = counts.skipped.reasons.most_common()
     assert reasons[0][1] == 2 and reasons[0][0].startswith("unknown role ... in turn ...")
-    assert counts.first[reasons[0][0]].startswith(f"{tmp_path}/train.jsonl, line 7: unknown role 'asistant' in turn 2")
+    assert counts.skipped.first[reasons[0][0]].startswith(
+        f"{tmp_path}/train.jsonl, line 7: unknown role 'asistant' in turn 2"
+    )
     lines = summary_lines(load_prepared(prepared.folder))
     assert any(line.startswith("    2 left out: ") and "line 7" in line for line in lines)
     config.dataset.bad_documents = BadDocuments.refuse
@@ -274,7 +276,7 @@ def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_c
     config.dataset.bad_documents, config.dataset.max_bad_share = BadDocuments.skip, 0.1
     counts = prepare(config).train.counts
     assert (counts.num_read, counts.num_documents) == (9, 9)
-    ((reason, number),) = counts.skipped.items()
+    ((reason, number),) = counts.skipped.reasons.items()
     assert (reason[:53], number) == ("it has ... tokens, more than training.max_length=...,", 1)
     config.dataset.max_bad_share = 0.05
     with pytest.raises(DataError, match=r"^the train part: 1 of 10 documents cannot be used"):

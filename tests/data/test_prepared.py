@@ -11,7 +11,6 @@ import pytest
 from tunebook.data.chunks import prepared_schema
 from tunebook.data.prepared import (
     ARROW_FILE,
-    Histogram,
     hash_documents,
     histogram,
     load_prepared,
@@ -24,13 +23,13 @@ def lengths_of(*lengths: int) -> np.ndarray:
 
 
 def test_few_lengths_get_a_bin_each() -> None:
-    assert histogram(lengths_of(3, 5, 5)) == Histogram(edges=[3, 4, 5, 6], counts=[1, 0, 2])
+    assert histogram(lengths_of(3, 5, 5)) == {"edges": [3, 4, 5, 6], "counts": [1, 0, 2]}
 
 
 def test_many_lengths_get_bins_of_a_power_of_two() -> None:
     found = histogram(lengths_of(1, 7, 8, 99, 100))
-    assert found.edges == list(range(0, 105, 8))
-    assert found.counts == [2, 1, *[0] * 9, 0, 2]
+    assert found["edges"] == list(range(0, 105, 8))
+    assert found["counts"] == [2, 1, *[0] * 9, 0, 2]
 
 
 @pytest.mark.parametrize("content", [None, "{broken"])

@@ -144,20 +144,6 @@ def hold_out(dataset: datasets.Dataset, share: float) -> tuple[datasets.Dataset,
     return dataset.select(np.flatnonzero(~held)), dataset.select(np.flatnonzero(held))
 
 
-def count_repeated(dataset: datasets.Dataset) -> int:
-    """How many documents repeat an earlier one."""
-    import numpy as np
-
-    return len(dataset) - len(np.unique(content_hashes(dataset)))
-
-
-def count_shared(train: datasets.Dataset, validation: datasets.Dataset) -> int:
-    """How many validation documents are among the training documents."""
-    import numpy as np
-
-    return int(np.isin(content_hashes(validation), content_hashes(train)).sum())
-
-
 def content_hashes(dataset: datasets.Dataset) -> np.ndarray:
     """The content hash of every document."""
     import numpy as np

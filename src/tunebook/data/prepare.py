@@ -280,14 +280,12 @@ def _write_part(
             # A copy: a view would keep the tokens of all chunks in memory.
             lengths.append(chunk.batch.column("length").to_numpy().copy())
             counts.add(chunk.counts)
-            report(counts.num_read + counts.skipped.total(), len(documents), what)
-    skipped = Skipped(reasons=counts.skipped, first=counts.first)
-    skipped.update(unreadable)
-    counts.first = skipped.first
-    num_documents = counts.num_read + skipped.reasons.total()
-    skipped.check_share(num_documents, settings.dataset.max_bad_share, f"the {folder.name} part")
+            report(counts.num_read + counts.skipped.reasons.total(), len(documents), what)
+    counts.skipped.update(unreadable)
+    num_documents = counts.num_read + counts.skipped.reasons.total()
+    counts.skipped.check_share(num_documents, settings.dataset.max_bad_share, f"the {folder.name} part")
     if counts.num_documents == 0:
-        reasons = (counts.dropped + counts.skipped).most_common()
+        reasons = (counts.dropped + counts.skipped.reasons).most_common()
         raise DataError(
             f"every document of the {folder.name} part was dropped ({counts.num_read:,} were read), because: "
             f"{'; '.join(f'{number:,} {reason}' for reason, number in reasons)}. training.max_length is "

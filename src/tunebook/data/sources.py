@@ -19,7 +19,7 @@ from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
 from tunebook.data.files import find_files
 from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
-from tunebook.data.mixture import count_repeated, count_shared, hold_out, mix
+from tunebook.data.mixture import content_hashes, hold_out, mix
 from tunebook.data.problems import DocumentProblems, KeyAccount, Skipped
 from tunebook.data.readers import Record, read_records, without_nulls
 from tunebook.data.synthetic import load_synthetic
@@ -209,6 +209,8 @@ def load_corpus(
 
 def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | None) -> list[str]:
     """Remarks on all documents together."""
+    import numpy as np
+
     notes = []
     for key, is_set in (
         ("system_prompt", config.system_prompt is not None),
@@ -216,9 +218,10 @@ def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | No
     ):
         if is_set and train.kind is not CorpusKind.conversation:
             notes.append(f"dataset.{key} is not used: the documents are of kind {train.kind.value}, without turns")
-    if repeated := count_repeated(train.dataset):
-        notes.append(f"{repeated:,} of {len(train.dataset):,} documents repeat an earlier one")
-    if validation and (shared := count_shared(train.dataset, validation.dataset)):
+    hashes = content_hashes(train.dataset)
+    if repeated := len(hashes) - len(np.unique(hashes)):
+        notes.append(f"{repeated:,} of {len(hashes):,} documents repeat an earlier one")
+    if validation and (shared := int(np.isin(content_hashes(validation.dataset), hashes).sum())):
         notes.append(f"{shared:,} of {len(validation.dataset):,} validation documents are trained on too")
     return notes
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from tunebook.data.problems import LOSS_FLAGS, DocumentError, KeyAccount, is_empty, type_name
@@ -48,15 +47,6 @@ _MEDIA_PARTS = ("image", "audio", "video", "file", "document")
 _PARTS = (*_TEXT_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
 _PART_VALUES = ("text", "value", "content", "thinking", "reasoning")
 _BAD_TOOL = "data-bad-tool"
-
-
-@dataclass(kw_only=True)
-class _Content:
-    """What the parts of one turn's content hold."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
 
 
 def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool = False) -> list[Turn]:
@@ -146,24 +136,34 @@ def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) 
             calls += read_calls(turn[key], f"'{key}' of {place}")
     if content_key not in turn and not calls:
         raise DocumentError(f"{place} has no '{content_key}'; its keys are: {', '.join(turn)}")
-    what = f"the {content_key} of {place}"
-    if name.lower() in CALL_ROLES:
-        read = _Content(calls=read_calls(turn.get(content_key), what))
-    else:
-        read = _read_content(turn.get(content_key), role, what, has_calls=bool(calls))
     # The same reasoning may stand under several keys.
     reasoning = {check_text(turn[key], f"'{key}' of {place}") for key in REASONING_KEYS if not is_empty(turn.get(key))}
-    reasoning |= {read.reasoning} if read.reasoning else set()
-    if len(reasoning) > 1 or (calls and read.calls):
+    value, what = turn.get(content_key), f"the {content_key} of {place}"
+    text, part_reasoning, part_calls = "", "", []
+    if name.lower() in CALL_ROLES:
+        part_calls = read_calls(value, what)
+    elif role == "tool" and (isinstance(value, dict) or _is_list_of_values(value)):  # a result that is not text
+        text = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, list):
+        text, part_reasoning, part_calls = _read_parts(value, role, what)
+        if not (text.strip() or part_calls or calls or role == "tool"):
+            raise DocumentError(f"{what} has no text")
+    elif isinstance(value, str) and (calls or role == "tool"):  # a tool may return nothing
+        text = value
+    elif value is not None or not calls:  # an answer may be calls alone
+        text = check_text(value, what)
+    reasoning |= {part_reasoning} if part_reasoning else set()
+    if len(reasoning) > 1 or (calls and part_calls):
         raise DocumentError(f"{place} has {'calls' if calls else 'reasoning'} in two places; keep one of them")
+    calls = calls or part_calls
     made: Turn = {
         "role": role,
-        "content": read.text if read.text.strip() or not (calls or read.calls) else None,
+        "content": None if calls and not text.strip() else text,
         "train": _read_train(turn, role, number, is_prompt),
     }
-    given = {"reasoning": "".join(reasoning), "tool_calls": calls or read.calls}
-    given |= {key: str(turn[key]) for key in ("tool_call_id", "name") if not is_empty(turn.get(key))}
-    return made | {key: entry for key, entry in given.items() if entry}
+    details = {"reasoning": "".join(reasoning), "tool_calls": calls}
+    details |= {key: str(turn[key]) for key in ("tool_call_id", "name") if not is_empty(turn.get(key))}
+    return made | {key: entry for key, entry in details.items() if entry}
 
 
 def _read_role(name: str, number: int) -> str:
@@ -178,63 +178,52 @@ def _read_role(name: str, number: int) -> str:
     return role
 
 
-def _read_content(value: object, role: str, what: str, *, has_calls: bool) -> _Content:
-    """A content as text or parts. It may be absent if there are calls, and a tool may return an empty text."""
-    may_be_blank = has_calls or role == "tool"
-    if value is None and has_calls:
-        return _Content()
-    if role == "tool" and (isinstance(value, dict) or _is_list_of_values(value)):  # a result that is not text
-        return _Content(text=json.dumps(value, ensure_ascii=False))
-    if isinstance(value, list):
-        read = _Content()
-        for number, part in enumerate(value, 1):
-            _read_part(part, role, f"part {number} of {what}", read)
-        if not (read.text.strip() or read.calls or may_be_blank):
-            raise DocumentError(f"{what} has no text")
-        return read
-    if isinstance(value, str) and may_be_blank:
-        return _Content(text=value)
-    return _Content(text=check_text(value, what))
-
-
 def _is_list_of_values(value: object) -> bool:
     """Whether the result of a tool is a list of objects of its own, and not of parts with type and text."""
     objects = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
     return any("type" not in one and "text" not in one for one in objects)
 
 
-def _read_part(part: object, role: str, place: str, read: _Content) -> None:
-    """Add one part of a content. Raises: DocumentError for images and the like, and an order no template writes."""
-    if isinstance(part, str):
-        part = {"type": "text", "text": part}
-    if not isinstance(part, dict):
-        raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
-    kind = str(part.get("type", "text")).lower()
-    if any(name in kind for name in _MEDIA_PARTS):
-        raise DocumentError(
-            f"{place} is of type '{kind}': images, audio, video and files cannot be trained on; remove such documents",
-            problem_id="data-media",
-        )
-    if kind not in _PARTS:
-        raise DocumentError(f"{place} is of type '{kind}'; known are {', '.join(_PARTS)}")
-    if kind not in _TEXT_PARTS and role != "assistant":
-        raise DocumentError(f"{place} is of type '{kind}', which is the assistant's alone")
-    if kind in _CALL_PARTS:
-        call = next((part[key] for key in ("value", kind) if part.get(key) is not None), part)
-        read.calls += read_calls(call, place)
-        return
-    text = next((part[key] for key in _PART_VALUES if part.get(key) is not None), None)
-    if text is None and all(key == "type" or is_empty(entry) for key, entry in part.items()):
-        text = ""  # Parquet writes an absent text as null
-    if not isinstance(text, str):
-        raise DocumentError(f"{place} is of type '{kind}' and has no text; its keys are: {', '.join(part)}")
-    is_reasoning = kind in _REASONING_PARTS
-    if text.strip() and (read.calls or (is_reasoning and read.text.strip())):
-        raise DocumentError(f"{place} is {kind} too late: chat templates write reasoning, then text, then calls")
-    if is_reasoning:
-        read.reasoning += text
-    else:
-        read.text += text
+def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[Call]]:
+    """The text, the reasoning and the calls of a content in parts.
+
+    Raises: DocumentError for images and the like, and for an order that no template writes.
+    """
+    text, reasoning, calls = "", "", []
+    for number, part in enumerate(parts, 1):
+        place = f"part {number} of {what}"
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict):
+            raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
+        kind = str(part.get("type", "text")).lower()
+        if any(name in kind for name in _MEDIA_PARTS):
+            raise DocumentError(
+                f"{place} is of type '{kind}': images, audio, video and files cannot be trained on; remove such "
+                "documents",
+                problem_id="data-media",
+            )
+        if kind not in _PARTS:
+            raise DocumentError(f"{place} is of type '{kind}'; known are {', '.join(_PARTS)}")
+        if kind not in _TEXT_PARTS and role != "assistant":
+            raise DocumentError(f"{place} is of type '{kind}', which is the assistant's alone")
+        if kind in _CALL_PARTS:
+            call = next((part[key] for key in ("value", kind) if part.get(key) is not None), part)
+            calls += read_calls(call, place)
+            continue
+        written = next((part[key] for key in _PART_VALUES if part.get(key) is not None), None)
+        if written is None and all(key == "type" or is_empty(entry) for key, entry in part.items()):
+            written = ""  # Parquet writes an absent text as null
+        if not isinstance(written, str):
+            raise DocumentError(f"{place} is of type '{kind}' and has no text; its keys are: {', '.join(part)}")
+        is_reasoning = kind in _REASONING_PARTS
+        if written.strip() and (calls or (is_reasoning and text.strip())):
+            raise DocumentError(f"{place} is {kind} too late: chat templates write reasoning, then text, then calls")
+        if is_reasoning:
+            reasoning += written
+        else:
+            text += written
+    return text, reasoning, calls
 
 
 def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool) -> bool:

@@ -38,7 +38,7 @@ def show_prepared(
     """Print all facts about prepared data; without a tokenizer, samples are token ids."""
     has_color = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(render_sources(prepared))
-    show_summary(prepared, console)
+    print_lines(summary_lines(prepared), console)
     for name, part in prepared.parts().items():
         console.print(render_histogram(name, part))
     if num_samples > 0:
@@ -49,11 +49,6 @@ def show_prepared(
             text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
             console.print(Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2))))
     print_text(f"prepared data: {prepared.folder}", console, style="dim")
-
-
-def show_summary(prepared: Prepared, console: Console) -> None:
-    """Print `summary_lines`."""
-    print_lines(summary_lines(prepared), console)
 
 
 def summary_lines(prepared: Prepared) -> list[str]:
@@ -80,7 +75,8 @@ def summary_lines(prepared: Prepared) -> list[str]:
                     "dataset.overlong=drop or split"
                 )
             lines.append(f"    {text}")
-        lines += [f"    {count:,} left out: {counts.first[reason]}" for reason, count in counts.skipped.most_common()]
+        skipped = counts.skipped
+        lines += [f"    {count:,} left out: {skipped.first[reason]}" for reason, count in skipped.reasons.most_common()]
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
         lines += [
             f"    note: {note}: {count:,} (the first: {counts.first[note]})"
@@ -102,11 +98,11 @@ def render_sources(prepared: Prepared) -> RenderableType:
 def render_histogram(name: str, part: PreparedPart) -> RenderableType:
     """The number of documents of each length."""
     lengths = part.counts.lengths
-    fullest = max(lengths.counts)
+    fullest = max(lengths["counts"])
     title = f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"
     table = _table(title, "tokens", "documents", "")
     table.columns[0].justify = table.columns[1].justify = "right"
-    for start, end, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
+    for start, end, count in zip(lengths["edges"], lengths["edges"][1:], lengths["counts"], strict=False):
         last = min(end - 1, part.counts.longest)
         label = f"{start:,}" if last == start else f"{start:,} to {last:,}"
         # A bin that is not empty shows at least one mark.
