@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from tunebook.config.choices import BadDocuments, Overlong
@@ -25,7 +24,7 @@ from tunebook.data.encode import Document, Encoder
 from tunebook.data.prepared import PartCounts
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
-from tunebook.processes import own_cores
+from tunebook.processes import die_with_parent, own_cores
 
 if TYPE_CHECKING:
     import datasets
@@ -202,16 +201,8 @@ def _start_worker(settings: ChunkSettings, documents: datasets.Dataset) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    die_with_parent()  # or workers of a killed parent wait for work forever
     _worker_encoder = ChunkEncoder(settings, documents)
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, which would wait for work forever."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _encode_in_worker(chosen: range) -> Chunk:

@@ -77,18 +77,14 @@ def field_templates(source: DatasetSource, key: str) -> FieldTemplates | None:
     given = {place: text for place, text in templates.items() if text is not None}
     if not given and source.format is not Format.fields:
         return None
-    problem = None
-    if source.format not in (Format.auto, Format.fields):
-        problem = f"{next(iter(given))}: {key}.format={source.format.name} does not read it"
-    elif len(given) < len(templates):
-        missing = [place for place in templates if place not in given]
-        problem = f"{' and '.join(missing)}: documents of fields need a question and an answer"
-    else:
-        try:
-            return FieldTemplates(given)
-        except TemplateSyntaxError as error:
-            problem = f"{' or '.join(given)}: it is not valid Jinja: {error.message}"
-    raise RequestError(problem, problem_id="field-templates")
+    if len(given) < len(templates) or source.format not in (Format.auto, Format.fields):
+        problem = f"{' and '.join(templates)} go together, with {key}.format=auto or fields"
+        raise RequestError(problem, problem_id="field-templates")
+    try:
+        return FieldTemplates(given)
+    except TemplateSyntaxError as error:
+        problem = f"{' or '.join(given)}: it is not valid Jinja: {error.message}"
+        raise RequestError(problem, problem_id="field-templates") from error
 
 
 @dataclass(frozen=True, kw_only=True)

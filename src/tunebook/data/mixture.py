@@ -1,9 +1,7 @@
 """Combine sources into a mixture, and split off a validation part.
 
-Mixtures interleave their parts evenly and take no document twice. Other tools call this "concat" and
-"interleave_under": without weights every document of every part is taken; with weights, which are relative shares of
-documents, as many as possible until the first part is used up. Repeating a part's documents ("interleave_over") is left
-to more epochs: a repeated document is nearly memorized.
+Mixtures interleave their parts evenly and take no document twice. Without weights every document of every part is
+taken; with weights, which are relative shares of documents, as many as possible until the first part is used up.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict
         )
     # Fractions, so that 0.1 and 0.3 of 1000 and 3000 documents is not one document short.
     shares = {name: Fraction(str(weight)) for name, weight in weights.items()}
-    scale = min(Fraction(sizes[name]) / share for name, share in shares.items())
+    scale = min(sizes[name] / share for name, share in shares.items())
     counts = {name: math.floor(scale * share) for name, share in shares.items()}
     if empty := [name for name, count in counts.items() if count == 0]:
         raise RequestError(
