@@ -78,10 +78,19 @@ def tokenizer_folder(tmp_path: Path) -> Callable[..., Path]:
     return lambda name="model", **options: write_tokenizer(tmp_path / name, **options)
 
 
-@pytest.fixture
-def tiny_tokenizer(tokenizer_folder: Callable[..., Path]) -> Callable[..., Any]:
-    """A tiny tokenizer, loaded; takes what `write_tokenizer` takes."""
-    return lambda **options: load_tokenizer(schema.ModelConfig(path=str(tokenizer_folder(**options))))
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """A tiny tokenizer, loaded once a session; takes what `write_tokenizer` takes. Tests that change it copy it."""
+    loaded: dict[str, Any] = {}
+
+    def load(**options: Any) -> Any:
+        key = repr(sorted(options.items()))
+        if key not in loaded:
+            folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), **options)
+            loaded[key] = load_tokenizer(schema.ModelConfig(path=str(folder)))
+        return loaded[key]
+
+    return load
 
 
 @pytest.fixture

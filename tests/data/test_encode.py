@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from itertools import islice
@@ -236,7 +237,7 @@ def test_the_last_token_of_a_prompt_is_not_trained_on_though_it_ends_texts(tiny_
 
 
 def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer(eos_token="</s>")
+    tokenizer = copy.deepcopy(tiny_tokenizer(eos_token="</s>"))
     added = ("</s>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[added])
     encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
@@ -247,7 +248,7 @@ def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer:
 
 def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
     """A tokenizer may end texts with another token than the EOS of the model."""
-    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
+    tokenizer = copy.deepcopy(tiny_tokenizer(eos_token="<|im_end|>"))
     added = tokenizer.convert_tokens_to_ids("</s>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", added)])
     encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
