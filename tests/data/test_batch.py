@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tunebook.config.choices import Generation, PackingMode, Strategy
+from tunebook.config.choices import Generation, PackingMode, Source, Strategy
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
@@ -11,10 +11,12 @@ from tunebook.config.schema import (
     OptimizerConfig,
     PackingConfig,
     ParallelismConfig,
+    SyntheticConfig,
     TrainingConfig,
 )
-from tunebook.data.batch import schedule_of, solve_batch
+from tunebook.data.batch import count_documents, longest_document, mean_tokens, schedule_of, solve_batch
 from tunebook.data.sampler import RankBatches
+from tunebook.data.synthetic import generate
 from tunebook.errors import RequestError
 from tunebook.plan.show import batch_lines
 
@@ -140,3 +142,43 @@ def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():
     assert solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths).longest_row == 1024
     assert solve_batch(config_of(PackingMode.padded, 4, global_samples=16), lengths).longest_row == 256
     assert solve_batch(config_of(PackingMode.isolated, 4, global_samples=16), None).longest_row is None
+
+
+def documents_of(dataset, max_length=1024):
+    return plain_config(dataset=dataset, training=TrainingConfig(max_length=max_length, global_samples=8))
+
+
+@pytest.mark.parametrize(("sigma", "most", "longest"), [(0.9, 4096, 8192), (0.9, 700, 200), (0.0, 4096, 200)])
+def test_the_mean_is_that_of_the_documents_that_are_drawn(sigma, most, longest):
+    settings = SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most, num_documents=1_500)
+    config = documents_of(DatasetConfig(source=Source.synthetic, synthetic=settings), longest)
+    batches = generate(settings, num_documents=settings.num_documents, vocab_size=1000, eos_token_id=0)
+    drawn = np.concatenate([batch.column("input_ids").value_lengths().to_numpy() for batch in batches])
+    assert mean_tokens(config) == pytest.approx(float(np.minimum(drawn, longest).mean()), rel=1e-9)
+
+
+def test_a_stated_mean_comes_first_and_otherwise_nothing_is_known():
+    assert mean_tokens(documents_of(DatasetConfig(source=Source.synthetic, mean_tokens=300.0))) == 300
+    assert mean_tokens(documents_of(DatasetConfig(path="a.jsonl", mean_tokens=3000.0))) == 1024
+    assert mean_tokens(documents_of(DatasetConfig(path="a.jsonl"))) is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (DatasetConfig(source=Source.synthetic, max_documents=3_000, validation_share=0.1), 2_700),
+        (DatasetConfig(source=Source.synthetic, max_documents=30_000), 20_000),
+        (DatasetConfig(source=Source.hub, num_documents=52_000, validation_share=0.05), 49_400),
+        (DatasetConfig(source=Source.hub, num_documents=52_000, max_documents=1_000), 1_000),
+        (DatasetConfig(source=Source.hub, max_documents=1_000), None),  # it may have fewer
+    ],
+)
+def test_documents_of_an_epoch_are_those_read_without_those_held_out(dataset, expected):
+    assert count_documents(documents_of(dataset)) == expected
+
+
+@pytest.mark.parametrize(("source", "longest"), [(Source.synthetic, 512), (Source.files, 1024)])
+def test_generated_documents_are_no_longer_than_they_are_drawn(source, longest):
+    dataset = DatasetConfig(source=source, path="a.jsonl", synthetic=SyntheticConfig(max_tokens=512))
+    assert longest_document(documents_of(dataset)) == longest
+    assert longest_document(documents_of(dataset, max_length=256)) == 256

@@ -114,15 +114,6 @@ def test_an_interrupted_preparation_leaves_nothing(run_config: Configs, tmp_path
     assert_nothing_half_made(tmp_path)
 
 
-def test_what_a_killed_preparation_left_is_removed(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config([SHORT])
-    prepared = prepare(config)
-    root = tmp_path / "cache" / "prepared"
-    prepared.folder.rename(root / f"{prepared.fingerprint}.partial")  # killed just before the renaming
-    assert not prepare(config).was_cached
-    assert sorted(path.name for path in root.iterdir() if path.suffix != ".lock") == [prepared.fingerprint]
-
-
 def test_a_cache_that_cannot_be_written_is_said(
     run_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,19 +154,19 @@ def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config:
 
 def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
     config = run_config(TALK)
-    marks = {fingerprint(config)}
     (tmp_path / "other.jinja").write_text("{{ messages }}")
-    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
-    (tmp_path / "other.jinja").write_text("{{ messages }} ")
-    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
-    marks.add(fingerprint(replace(config, model=replace(config.model, eos_token="</s>"))))
-    marks.add(fingerprint(replace(config, model=replace(config.model, template_date="2031-12-01"))))
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    marks.add(fingerprint(config))
-    tokenizer = tmp_path / "model" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + " ")
-    marks.add(fingerprint(config))
-    assert len(marks) == 7
+    changes = (
+        {},
+        {"chat_template": str(tmp_path / "other.jinja")},
+        {"eos_token": "</s>"},
+        {"template_date": "2031-12-01"},
+    )
+    marks = {fingerprint(replace(config, model=replace(config.model, **change))) for change in changes}
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        file = tmp_path / "model" / name
+        file.write_text(file.read_text() + " ")
+        marks.add(fingerprint(config))
+    assert len(marks) == len(changes) + 2
 
 
 def test_documents_that_are_tokens_need_no_tokenizer() -> None:
