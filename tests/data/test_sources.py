@@ -275,11 +275,3 @@ def test_a_data_set_that_the_hub_refuses_is_an_error(tmp_path: Path, monkeypatch
     with pytest.raises(RequestError, match="some/chats") as caught:
         load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats", revision="v9"))
     assert caught.value.problem_id == "hub-cannot-load"
-
-
-def test_memory_does_not_hold_the_documents(tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", [conversation(number) for number in range(2500)])
-    seen: list[int] = []
-    corpus = load(tmp_path, DatasetConfig(path=str(path)), progress=seen.append)
-    assert seen == [1000, 2000, 2500]  # written in batches of 1000
-    assert Path(corpus.train.cache_files[0]["filename"]).parent == tmp_path / "cache"  # and mapped from there

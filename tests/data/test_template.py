@@ -246,10 +246,10 @@ def test_what_a_template_leaves_out_is_an_error(
     renderer = ConversationRenderer(tiny_tokenizer(template=template))
     if is_everything and len(messages) == 4 and template == DROPS_REASONING:
         # Of an earlier answer: by design, and counted.
-        assert renderer.whole(Conversation(messages=messages), "a:7").leaves_out
+        assert renderer.render(Conversation(messages=messages), "a:7", has_spans=False).leaves_out
         return
     with pytest.raises(DataError, match=message) as caught:
-        (renderer.whole if is_everything else renderer.render)(Conversation(messages=messages), "a:7")
+        renderer.render(Conversation(messages=messages), "a:7", has_spans=not is_everything)
     assert caught.value.problem_id == "template-leaves-out"
 
 
@@ -271,7 +271,9 @@ def test_what_a_template_leaves_out_is_an_error(
 def test_what_a_template_only_writes_in_another_way_is_there(
     tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]]
 ) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(Conversation(messages=messages), "a:7")
+    rendered = ConversationRenderer(tiny_tokenizer(template=template)).render(
+        Conversation(messages=messages), "a:7", has_spans=False
+    )
     assert not rendered.leaves_out
 
 
@@ -318,7 +320,9 @@ def test_a_template_writes_the_date_that_is_set_and_not_todays(
     for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
         assert writes_date(tokenizer)
-        text = ConversationRenderer(tokenizer).whole(Conversation(messages=talk("Hi", "Yo")), "a:1").text
+        text = (
+            ConversationRenderer(tokenizer).render(Conversation(messages=talk("Hi", "Yo")), "a:1", has_spans=False).text
+        )
         assert text.startswith(f"Today: {written}\n")
         # Through transformers itself, as the harness renders, too.
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (

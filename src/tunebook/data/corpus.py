@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Row = dict[str, Any]  # one document: the columns of its kind
-Progress = Callable[[int], None]  # called with the number of documents written so far
 
 IGNORED_LABEL = -100  # of a token that the loss does not count: PyTorch's cross entropy skips it
 CONTENT_HASH = "content_hash"  # a column only while a corpus is assembled
@@ -118,7 +117,7 @@ def hash_bytes(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Progress | None = None) -> datasets.Dataset:
+def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path) -> datasets.Dataset:
     """Write documents to an Arrow file batch by batch, and open it memory-mapped."""
     import pyarrow as pa
 
@@ -128,22 +127,16 @@ def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Prog
             with_hashes = [row | {CONTENT_HASH: content_hash(row, kind)} for row in batch]
             yield pa.RecordBatch.from_pylist(with_hashes, schema=arrow_schema(kind))
 
-    return write_batches(batches(), kind, file, progress)
+    return write_batches(batches(), kind, file)
 
 
-def write_batches(
-    batches: Iterable[pa.RecordBatch], kind: CorpusKind, file: Path, progress: Progress | None = None
-) -> datasets.Dataset:
+def write_batches(batches: Iterable[pa.RecordBatch], kind: CorpusKind, file: Path) -> datasets.Dataset:
     """Write record batches of a kind's schema to an Arrow file, and open it memory-mapped."""
     import datasets
     import pyarrow as pa
 
-    num_written = 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, arrow_schema(kind)) as writer:
         for batch in batches:
             writer.write_batch(batch)
-            num_written += batch.num_rows
-            if progress is not None:
-                progress(num_written)
     return datasets.Dataset.from_file(str(file))

@@ -141,9 +141,7 @@ class Encoder:
                     problem_id="data-bad-document",
                 )
         self.counts.contents.update(conversation.contents())
-        # If everything is trained on, the assistant's turns need not be found.
-        render = self._renderer.whole if self._everything else self._renderer.render
-        rendered = render(conversation, origin)
+        rendered = self._renderer.render(conversation, origin, has_spans=not self._everything)
         self._check_special(rendered.special, origin)
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)

@@ -183,13 +183,7 @@ def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
     corpus_folder = folder / "corpus"
     corpus_folder.mkdir(parents=True)
     vocab_size, eos_token_id = vocabulary(config)
-    corpus = load_corpus(
-        config.dataset,
-        cache_dir=corpus_folder,
-        vocab_size=vocab_size,
-        eos_token_id=eos_token_id,
-        progress=lambda done: report(done, None, "reading documents"),
-    )
+    corpus = load_corpus(config.dataset, cache_dir=corpus_folder, vocab_size=vocab_size, eos_token_id=eos_token_id)
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     counts = {

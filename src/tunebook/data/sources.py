@@ -16,7 +16,7 @@ from typing import Any
 from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
-from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
+from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
 from tunebook.data.files import find_files
 from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
 from tunebook.data.mixture import content_hashes, hold_out, mix
@@ -47,7 +47,6 @@ class _Loader:
     cache_dir: Path
     vocab_size: int | None
     eos_token_id: int | None
-    progress: Progress | None
 
     def load(self, source: DatasetSource, key: str) -> Loaded:
         """The training documents of one source; `key` is where it is configured, for messages."""
@@ -63,7 +62,6 @@ class _Loader:
             vocab_size=self.vocab_size,
             eos_token_id=self.eos_token_id,
             file=self._file(key, "train"),
-            progress=self.progress,
         )
 
     def load_files(self, source: DatasetSource, key: str, field: str) -> Loaded:
@@ -128,7 +126,7 @@ class _Loader:
         first = next(rows, None)
         kind, dataset = normalizer.kind, None
         if first is not None and kind is not None:
-            dataset = write_rows(islice(chain([first], rows), limit), kind, file, self.progress)
+            dataset = write_rows(islice(chain([first], rows), limit), kind, file)
         skipped = Skipped()
         for part in parts:  # `limit` may have ended the reading before the end of a file
             part.problems.raise_if_any()
@@ -174,16 +172,13 @@ def load_corpus(
     cache_dir: Path,
     vocab_size: int | None = None,
     eos_token_id: int | None = None,
-    progress: Progress | None = None,
 ) -> Corpus:
     """Read all documents of a run; memory does not grow with their number.
 
     `cache_dir` must stay while the corpus is used. Raises: RequestError for missing data or contradicting settings,
     DataError for documents that cannot be used, with file and line.
     """
-    loader = _Loader(
-        config=config, cache_dir=cache_dir, vocab_size=vocab_size, eos_token_id=eos_token_id, progress=progress
-    )
+    loader = _Loader(config=config, cache_dir=cache_dir, vocab_size=vocab_size, eos_token_id=eos_token_id)
     train = _load_mixture(config, loader) if config.source is Source.mixture else loader.load(config, "dataset")
     validation = _load_validation(config, loader)
     if validation is not None and validation.kind is not train.kind:
@@ -264,10 +259,9 @@ def _file_identity(text: str, key: str) -> list[list[str]]:
 def _load_mixture(config: DatasetConfig, loader: _Loader) -> Loaded:
     parts = {name: loader.load(part, f"dataset.parts.{name}") for name, part in config.parts.items()}
     mixture = mix(parts, config.parts)
-    if config.max_documents is not None and config.max_documents < len(mixture.dataset):
-        mixture.notes.append(f"dataset.max_documents takes the mixture's first {config.max_documents:,} documents")
-        return replace(mixture, dataset=mixture.dataset.select(range(config.max_documents)))
-    return mixture
+    if config.max_documents is None or config.max_documents >= len(mixture.dataset):
+        return mixture
+    return replace(mixture, dataset=mixture.dataset.select(range(config.max_documents)))
 
 
 def _load_validation(config: DatasetConfig, loader: _Loader) -> Loaded | None:

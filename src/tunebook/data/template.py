@@ -105,32 +105,28 @@ class ConversationRenderer:
         ids: list[int] = self.special.encode_apart(self.prompt(hidden), [])[0].ids
         return ids
 
-    def whole(self, conversation: Conversation, origin: str) -> Rendered:
-        """A conversation without spans, for training on every token. Raises: as `render`."""
-        hidden, special = self._hide(conversation, origin)
-        text = self._render_or_explain(hidden, origin)[0]
-        missing = find_missing(hidden, text)
-        self._check(missing, hidden, origin, _assistant_turns(hidden.messages)[-1:])
-        return Rendered(text=text, spans=[], special=special, leaves_out=bool(missing))
-
-    def render(self, conversation: Conversation, origin: str) -> Rendered:
+    def render(self, conversation: Conversation, origin: str, *, has_spans: bool = True) -> Rendered:
         """A conversation; `train` of each message tells whether the loss may count it.
+
+        If every token is trained on, the assistant's turns need not be found: `has_spans` is false.
 
         Raises: DataError naming `origin` if the template refuses the conversation or leaves part of it out, or the
         assistant's turns cannot be found in the text or do not end with a token that ends generation.
         """
         hidden, special = self._hide(conversation, origin)
         messages = hidden.messages
-        text, marks = self._render_or_explain(hidden, origin, marked=self._is_marked)
+        text, marks = self._render_or_explain(hidden, origin, marked=self._is_marked and has_spans)
         missing = find_missing(hidden, text)
         answers = _assistant_turns(messages)
         self._check(missing, hidden, origin, answers[-1:])
-        wanted = [turn for turn in answers if messages[turn]["train"]]
-        found = self._marked(hidden, wanted, text, missing, _joined(marks), origin)
-        if found is None:
-            found = {turn: self._locate(hidden, turn, text, origin) for turn in wanted}
-        spans = {turn: span for turn, span in found.items() if span is not None}
-        if not spans and wanted and wanted[-1] == answers[-1]:
+        if not has_spans:
+            return Rendered(text=text, spans=[], special=special, leaves_out=bool(missing))
+        trained = [turn for turn in answers if messages[turn]["train"]]
+        located = self._marked(hidden, trained, text, missing, _joined(marks), origin)
+        if located is None:
+            located = {turn: self._locate(hidden, turn, text, origin) for turn in trained}
+        spans = {turn: span for turn, span in located.items() if span is not None}
+        if not spans and trained and trained[-1] == answers[-1]:
             raise DataError(
                 f"{origin}: the assistant's last turn cannot be found in what the chat template writes: this does not "
                 "begin with what it writes as the prompt for that turn. Name a template that marks the assistant's "
@@ -142,7 +138,7 @@ class ConversationRenderer:
         return Rendered(
             text=text,
             spans=list(spans.values()),
-            num_rewritten=len(wanted) - len(spans),
+            num_rewritten=len(trained) - len(spans),
             leaves_out=bool(missing),
             special=special,
         )
@@ -201,7 +197,7 @@ class ConversationRenderer:
     def _marked(
         self,
         conversation: Conversation,
-        wanted: list[int],
+        trained: list[int],
         text: str,
         missing: Sequence[Part],
         spans: list[Span],
@@ -214,19 +210,19 @@ class ConversationRenderer:
         turns = _assistant_turns(conversation.messages)
         if len(spans) != len(turns) or not {part.turn for part in missing}.isdisjoint(turns):
             return None
-        found: dict[int, Span | None] = {}
+        located: dict[int, Span | None] = {}
         for turn, (start, end) in zip(turns, spans, strict=True):
             if find_missing(conversation.only(turn), text[start:end]):
                 return None
-            if turn not in wanted:
+            if turn not in trained:
                 continue
             if self._end_of_answer(conversation.only(turn), text[start:end], origin) is not None:
-                found[turn] = start, end
+                located[turn] = start, end
             elif turn == turns[-1]:
                 raise self._no_stop(text[start:end], origin)
             else:  # only the last turn ends as in generation, such as gpt-oss's
-                found[turn] = None
-        return found
+                located[turn] = None
+        return located
 
     def _locate(self, conversation: Conversation, turn: int, text: str, origin: str) -> Span | None:
         """The span of one assistant turn in the whole text, with its end token; None if it is not there unchanged."""
