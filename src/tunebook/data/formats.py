@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tunebook.config.choices import Format
@@ -238,14 +239,8 @@ def _from_tokens(record: Record, account: KeyAccount, settings: FormatSettings) 
     return CorpusKind.tokens, {"input_ids": input_ids, "labels": labels}
 
 
-def _from_sharegpt(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
-    turns = read_turns(record["conversations"], "conversations", account)
-    return _conversation(_system_turns(record) + turns, record, settings)
-
-
-def _from_messages(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
-    turns = read_turns(record["messages"], "messages", account)
-    return _conversation(_system_turns(record) + turns, record, settings)
+def _from_turns(key: str, record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    return _conversation(_system_turns(record) + read_turns(record[key], key, account), record, settings)
 
 
 def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
@@ -314,8 +309,12 @@ def _check_range(token_ids: list[int], name: str, largest: int) -> None:
 # In the order of detection: the most specific keys first.
 SPECS: dict[Format, FormatSpec] = {
     Format.pretokenized: FormatSpec(needs=("input_ids",), may_have=TOKEN_KEYS, convert=_from_tokens),
-    Format.sharegpt: FormatSpec(needs=("conversations",), may_have=CONVERSATION_KEYS, convert=_from_sharegpt),
-    Format.messages: FormatSpec(needs=("messages",), may_have=CONVERSATION_KEYS, convert=_from_messages),
+    Format.sharegpt: FormatSpec(
+        needs=("conversations",), may_have=CONVERSATION_KEYS, convert=partial(_from_turns, "conversations")
+    ),
+    Format.messages: FormatSpec(
+        needs=("messages",), may_have=CONVERSATION_KEYS, convert=partial(_from_turns, "messages")
+    ),
     Format.prompt_completion: FormatSpec(
         needs=("prompt", "completion"), may_have=CONVERSATION_KEYS, convert=_from_prompt_completion
     ),

@@ -119,11 +119,9 @@ def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> 
     num_rows = multiple_of
     for step in steps:
         total, widest = int(step.sum()), int(step.max(initial=0))
-        while at_most_in_a_row(total, widest, num_rows) > row_length and longest_row(step, num_rows) > row_length:
+        # No row is longer than the mean plus the longest document minus its share; most steps need no packing.
+        while (
+            total + widest * (num_rows - 1) >= num_rows * (row_length + 1) and longest_row(step, num_rows) > row_length
+        ):
             num_rows += multiple_of
     return num_rows
-
-
-def at_most_in_a_row(total: int, widest: int, num_rows: int) -> int:
-    """An upper bound for the rows of `pack_balanced`: the mean, plus the longest document minus its share."""
-    return (total + widest * (num_rows - 1)) // num_rows

@@ -44,7 +44,6 @@ from tunebook.model.tokenizer_files import tokenizer_files_hash
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedTokenizerBase
 
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import Corpus
@@ -208,7 +207,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
     """The settings of the encoding, and the facts about tokenizer and template to record."""
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import CorpusKind
-    from tunebook.data.template import template_hash
+    from tunebook.data.template import require_template, template_hash, template_variables
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer, needs_padding, tokenizer_hash, writes_date
 
     tokenizer = None
@@ -225,7 +224,14 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         if corpus.kind is CorpusKind.conversation:
             if config.model.chat_template is not None:
                 corpus.notes.append(f"answers end with {tokenizer.eos_token}, the EOS token of this run")
-            _check_template_kwargs(config, tokenizer)
+            known = template_variables(require_template(tokenizer))
+            for key, source in sources_of(config.dataset).items():
+                if unknown := sorted(source.chat_template_kwargs.keys() - known):
+                    raise RequestError(
+                        f"{key}.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read; "
+                        f"it reads: {', '.join(sorted(known))}",
+                        problem_id="template-variable-unknown",
+                    )
     settings = ChunkSettings(
         kind=corpus.kind,
         tokenizer=tokenizer,
@@ -235,20 +241,6 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         template_date=config.model.template_date,
     )
     return settings, about
-
-
-def _check_template_kwargs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: RequestError for a variable of the configuration that the chat template does not read."""
-    from tunebook.data.template import require_template, template_variables
-
-    known = template_variables(require_template(tokenizer))
-    for key, source in sources_of(config.dataset).items():
-        if unknown := sorted(source.chat_template_kwargs.keys() - known):
-            raise RequestError(
-                f"{key}.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read; it "
-                f"reads: {', '.join(sorted(known))}",
-                problem_id="template-variable-unknown",
-            )
 
 
 def _write_part(

@@ -138,10 +138,10 @@ class DocumentProblems:
         self.skipped: Skipped | None = None  # counts unusable documents, which then are no error
         self._shown: list[tuple[str, DocumentError]] = []
 
-    def add(self, number: int, error: DocumentError, detail: str = "") -> None:
+    def add(self, number: int, error: DocumentError) -> None:
         """Note that document `number` cannot be used."""
         self.num_problems += 1
-        place = f"{self.unit} {number}{detail}"
+        place = f"{self.unit} {number}"
         if self.skipped is not None:
             self.skipped.add(error.message, f"{self.location}, {place}")
         elif len(self._shown) < MAX_REPORTED:

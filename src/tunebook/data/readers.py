@@ -37,7 +37,6 @@ def read_records(path: Path, problems: DocumentProblems, keys: KeyAccount | None
             return
         with cast(IO[bytes], gzip.open(path)) if name.endswith(".gz") else path.open("rb") as stream:
             if name.endswith(CSV_SUFFIXES + TSV_SUFFIXES):
-                problems.unit = "row"
                 yield from _read_csv(stream, problems, "\t" if name.endswith(TSV_SUFFIXES) else ",")
             elif name.endswith(JSON_SUFFIXES) and not _is_lines(stream):
                 problems.unit = "item"
@@ -143,7 +142,7 @@ def _check_object(value: object) -> dict[str, Any]:
 
 
 def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> Iterator[Record]:
-    """The rows of a table with a header, every field as the text it is.
+    """The rows of a table with a header by the lines on which they end, every field as the text it is.
 
     Raises: DataError for a header that names a column twice, and for broken quotes or encoding.
     """
@@ -151,14 +150,14 @@ def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> 
     lines = (line.decode("utf-8-sig") for line in stream)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
-        header = next((row for row in rows if row), [])
+        header = next(filter(None, rows), [])
         _refuse_repeated_columns(header, problems.location)
-        for number, row in enumerate((row for row in rows if row), 1):
+        for row in filter(None, rows):
             if len(row) == len(header):
-                yield number, dict(zip(header, row, strict=True))
+                yield rows.line_num, dict(zip(header, row, strict=True))
             else:
                 message = f"{len(row)} fields, the header has {len(header)}; quote those that hold a {delimiter!r}"
-                problems.add(number, DocumentError(message), f" (line {rows.line_num})")
+                problems.add(rows.line_num, DocumentError(message))
     except csv.Error as error:
         message = f"{problems.location}, line {rows.line_num}: broken CSV: {error}"
         raise DataError(message, problem_id="data-file-broken") from error
