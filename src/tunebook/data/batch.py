@@ -209,12 +209,12 @@ def mean_tokens(config: RunConfig) -> float | None:
 def count_documents(config: RunConfig) -> int | None:
     """Documents of an epoch, without those held out; None if unknown."""
     dataset = config.dataset
-    there_are = dataset.num_documents
-    if there_are is None and dataset.source is Source.synthetic:
-        there_are = dataset.synthetic.num_documents
-    if there_are is None:
+    num_documents = dataset.num_documents
+    if num_documents is None and dataset.source is Source.synthetic:
+        num_documents = dataset.synthetic.num_documents
+    if num_documents is None:
         return None
-    return max(1, round(min(there_are, dataset.max_documents or there_are) * (1 - dataset.validation_share)))
+    return max(1, round(min(num_documents, dataset.max_documents or num_documents) * (1 - dataset.validation_share)))
 
 
 @lru_cache(maxsize=8)

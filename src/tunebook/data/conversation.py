@@ -51,7 +51,7 @@ class Conversation:
             "with calls of tools": any("tool_calls" in turn for turn in answers),
             "with reasoning": any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers),
         }
-        return [what for what, is_there in has.items() if is_there]
+        return [name for name, is_present in has.items() if is_present]
 
     def only(self, turn: int) -> Conversation:
         """One turn alone."""
@@ -197,9 +197,9 @@ def _mapped(value: Any, change: Map) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_mapped(one, change) for one in value]
+        return [_mapped(entry, change) for entry in value]
     if isinstance(value, dict):
-        return {change(key): _mapped(one, change) for key, one in value.items()}
+        return {change(key): _mapped(entry, change) for key, entry in value.items()}
     return value
 
 
@@ -252,8 +252,8 @@ def _descriptions(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         if isinstance(value.get("description"), str):
             yield value["description"]
-        for one in value.values():
-            yield from _descriptions(one)
+        for entry in value.values():
+            yield from _descriptions(entry)
 
 
 def _squeezed(text: str) -> str:

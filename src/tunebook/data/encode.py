@@ -110,15 +110,15 @@ class Encoder:
 
     def _conversations(self, rows: Sequence[Row]) -> list[Document]:
         rendered = [self._render(row) for row in rows]
-        texts = [one.text for one in rendered if one.special is None]
+        texts = [conversation.text for conversation in rendered if conversation.special is None]
         # The template writes the special tokens; a tokenizer adding its own would double them.
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         documents = []
-        for row, one in zip(rows, rendered, strict=True):
-            if one.special is None:
-                encoding, spans = next(encodings), one.spans
+        for row, conversation in zip(rows, rendered, strict=True):
+            if conversation.special is None:
+                encoding, spans = next(encodings), conversation.spans
             else:
-                encoding, spans = self._special.encode_apart(one.text, one.spans)
+                encoding, spans = self._special.encode_apart(conversation.text, conversation.spans)
             ids, origin = encoding.ids, row["origin"]
             self._refuse_two_bos(ids, origin)
             if self._everything:
@@ -126,8 +126,8 @@ class Encoder:
                 labels = all_labels(ids)
             else:
                 labels = self._labels_of_spans(ids, encoding.offsets, spans, origin)
-            self.counts.note(REWRITTEN, origin, one.num_rewritten > 0)
-            self.counts.note(LEFT_OUT, origin, one.leaves_out)
+            self.counts.note(REWRITTEN, origin, conversation.num_rewritten > 0)
+            self.counts.note(LEFT_OUT, origin, conversation.leaves_out)
             documents.append(Document(ids, labels))
         return documents
 

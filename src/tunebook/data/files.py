@@ -53,8 +53,8 @@ def find_files(text: str, key: str) -> list[DataFile]:
     Raises: DataError for a folder, for nothing found, and for a kind of file that holds no documents.
     """
     pattern = resolve_path(text)
-    found = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
-    paths = sorted(Path(match) for match in found if Path(match).is_file())
+    matches = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
+    paths = sorted(Path(match) for match in matches if Path(match).is_file())
     if not paths:
         raise _not_found_error(pattern, key)
     for path in paths:

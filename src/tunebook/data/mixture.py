@@ -56,9 +56,9 @@ def mix(parts: dict[str, Loaded], configs: dict[str, MixturePart]) -> Loaded:
 
     kinds = {loaded.kind for loaded in parts.values()}
     if len(kinds) > 1:
-        each = ", ".join(f"{name} is {loaded.kind.value}" for name, loaded in parts.items())
+        listed = ", ".join(f"{name} is {loaded.kind.value}" for name, loaded in parts.items())
         raise DataError(
-            f"the parts of a mixture must hold documents of one kind, but {each}; bring them to one format first",
+            f"the parts of a mixture must hold documents of one kind, but {listed}; bring them to one format first",
             problem_id="mixture-kinds",
         )
     sizes = {name: len(loaded.dataset) for name, loaded in parts.items()}

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -154,14 +154,13 @@ def _refuse_added_tokens(config: RunConfig) -> None:
         )
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> AbstractContextManager[Any]:
+    """Wait for the lock of a folder. Raises: RequestError for a cache that cannot be written."""
     from filelock import FileLock
 
-    lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        return FileLock(f"{folder}.lock").acquire()
     except OSError as error:
         if is_disk_full(error):
             raise
@@ -170,10 +169,6 @@ def _lock(folder: Path) -> Iterator[None]:
             f"{CACHE_VARIABLE}=DIR",
             problem_id="cache-not-writable",
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:

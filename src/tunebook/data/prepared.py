@@ -62,9 +62,9 @@ class PartCounts:
         first = self.skipped.first | self.first
         return vars(self) | {"skipped": self.skipped.reasons, "first": first, "num_dropped": self.dropped.total()}
 
-    def note(self, remark: str, place: str, is_there: bool = True) -> None:
+    def note(self, remark: str, place: str, is_counted: bool = True) -> None:
         """Count a document with a remark, and keep the place of the first."""
-        if is_there:
+        if is_counted:
             self.notes[remark] += 1
             self.first.setdefault(remark, place)
 

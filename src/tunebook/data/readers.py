@@ -193,6 +193,6 @@ def without_nulls(value: Any) -> Any:
     An argument of one call would otherwise be written, as null, into all calls.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     is_of_objects = isinstance(value, list) and bool(value) and isinstance(value[0], dict | list)
-    return [without_nulls(one) for one in value] if is_of_objects else value
+    return [without_nulls(entry) for entry in value] if is_of_objects else value

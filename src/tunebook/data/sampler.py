@@ -198,8 +198,8 @@ class DocumentRows:
         """Input ids and labels (num_tokens,) in int64 of the row's documents end to end, and each one's length."""
         if not row:
             return self._filler(max(_EMPTY_ROW_LENGTH, self.multiple))
-        found: Any = self.documents[row]
-        ids, labels = (found[name].combine_chunks() for name in ("input_ids", "labels"))
+        table: Any = self.documents[row]
+        ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
         whole = {
             "input_ids": ids.flatten().to_numpy().astype(np.int64),
             "labels": labels.flatten().to_numpy().astype(np.int64),

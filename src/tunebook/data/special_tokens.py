@@ -41,8 +41,8 @@ class SpecialTokens:
 
     def first_in(self, text: str) -> str | None:
         """The first special token whose text is in `text`; None if there is none."""
-        found = self._pattern.search(text)
-        return None if found is None else found.group()
+        match = self._pattern.search(text)
+        return None if match is None else match.group()
 
     def hide(self, content: str, names: Collection[str] | None = None) -> str:
         """The content with a placeholder for the text of each special token, or of those in `names`.
@@ -56,7 +56,7 @@ class SpecialTokens:
                 problem_id="special-token-in-content",
             )
         pattern = self._pattern if names is None else any_of([name for name in names if name in self._numbers])
-        return pattern.sub(lambda found: chr(_HIDDEN + self._numbers[found.group()]), content)
+        return pattern.sub(lambda match: chr(_HIDDEN + self._numbers[match.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
         """A text with the hidden texts restored, and its spans."""
@@ -125,12 +125,12 @@ def _substitute(
     pieces: list[str] = []
     starts, shifts = [0], [0]  # the shift from each character on
     end = 0
-    for found in pattern.finditer(text):
-        new = replace(found.group())
-        pieces += [text[end : found.start()], new]
-        end = found.end()
+    for match in pattern.finditer(text):
+        new = replace(match.group())
+        pieces += [text[end : match.start()], new]
+        end = match.end()
         starts.append(end)
-        shifts.append(shifts[-1] + len(new) - len(found.group()))
+        shifts.append(shifts[-1] + len(new) - len(match.group()))
     pieces.append(text[end:])
 
     def moved(position: int) -> int:

@@ -80,8 +80,8 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(one)
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(entry)
 
 
 def make_turn(role: str, content: object, name: str) -> Turn:
@@ -180,8 +180,8 @@ def _read_role(name: str, number: int) -> str:
 
 def _is_list_of_values(value: object) -> bool:
     """Whether the result of a tool is a list of objects of its own, and not of parts with type and text."""
-    objects = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-    return any("type" not in one and "text" not in one for one in objects)
+    objects = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    return any("type" not in entry and "text" not in entry for entry in objects)
 
 
 def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[Call]]:

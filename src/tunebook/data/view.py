@@ -56,7 +56,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
     lines = ["Data (prepared earlier)" if prepared.was_cached else "Data"]
     for name, part in prepared.parts().items():
         counts = part.counts
-        contents = [f", {count:,} {what}" for what, count in sorted(counts.contents.items())]
+        contents = [f", {count:,} {name}" for name, count in sorted(counts.contents.items())]
         lines.append(
             f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens (mean "
             f"{counts.num_tokens / counts.num_documents:,.1f}), "
