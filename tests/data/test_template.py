@@ -162,26 +162,15 @@ def test_an_answer_that_is_not_found_or_does_not_end_is_an_error(
     assert caught.value.problem_id == problem_id
 
 
-def test_an_answer_before_any_question_is_found(render: Any) -> None:
-    assert trained_texts(render(ANSWER_ALONE)) == ["Yo<|im_end|>"]
-
-
-def test_a_template_that_is_not_jinja_is_a_wrong_request(render: Any) -> None:
-    with pytest.raises(RequestError, match=r"not valid Jinja: line 2: .*model\.chat_template=FILE"):
+def test_a_broken_template_and_none_are_wrong_requests(render: Any, tiny_tokenizer: Tokenizers) -> None:
+    with pytest.raises(RequestError, match="line 2") as broken:
         render(talk("Hi", "Yo"), template="{{ 1 }}\n{% for %}")
-
-
-def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenizers) -> None:
+    assert broken.value.problem_id == "chat-template-broken"
     tokenizer = tiny_tokenizer(template=None)
     assert template_hash(tokenizer) is None
-    with pytest.raises(RequestError, match=r"model\.chat_template=chatml") as error:
+    with pytest.raises(RequestError) as missing:
         require_template(tokenizer)
-    assert error.value.problem_id == "tokenizer-no-template"
-
-
-def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
-    prompt = ConversationRenderer(tiny_tokenizer()).prompt(Conversation(messages=talk("Hi")))
-    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert missing.value.problem_id == "tokenizer-no-template"
 
 
 DROPS_SYSTEM = """\
@@ -224,7 +213,7 @@ TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("as
     ("template", "messages", "message"),
     [
         (DROPS_SYSTEM, SYSTEM, r"turn 1 \(system\): 'Answer in French.'"),
-        # What is left out stands elsewhere in the text.
+        # The missing text stands elsewhere.
         (DROPS_SYSTEM, turns_of(("system", "hi"), ("user", "hi"), ("assistant", "hi")), r"turn 1 \(system\): 'hi'"),
         (DROPS_TOOLS, TOOL, r"turn 3 \(tool\): 'rain'"),
         (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"turn 1 \(user\): 'Rain\?'"),
