@@ -46,7 +46,7 @@ def test_a_run_prints_the_amount_and_everything_that_was_lost(
     assert summary_lines(prepare(config))[0] == "Data (prepared earlier)"
     shown = show(prepared, tiny_tokenizer(), num_samples=2)
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert any("messages 9 sha256" in line and "train.jsonl" in line for line in lines)
+    assert any("train.jsonl: messages, 9 documents, sha256 " in line for line in lines)
     assert "24 7 " + "#" * 40 in lines
     assert sum(line.startswith("train ") and "tokens, 3 trained on" in line for line in lines) == 2
 
