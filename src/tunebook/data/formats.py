@@ -126,15 +126,15 @@ class Normalizer:
         settings, record = self.settings, self.account.without_ignored(record)
         if self.format is Format.auto:
             self.format = detect_format(record, settings.text_field)
-        if settings.fields is not None:  # the templates tell what is missing
+        if settings.fields is not None:  # the templates name a missing field
             self.account.check(record, settings.fields.names)
             kind, row = _conversation(settings.fields.turns(record), {}, settings)
         else:
             needed = _needed_keys(self.format, settings.text_field)
             if missing := [key for key in needed if record.get(key) is None]:
-                found = " by the keys of the first document; name one format a source" if self.was_detected else ""
+                basis = " by the keys of the first document; name one format a source" if self.was_detected else ""
                 raise DocumentError(
-                    f"missing field {' and '.join(map(repr, missing))} (format {self.format.value}{found}); its keys "
+                    f"missing field {' and '.join(map(repr, missing))} (format {self.format.value}{basis}); its keys "
                     f"are: {_keys(record)}",
                     problem_id="data-missing-field",
                 )
