@@ -32,16 +32,12 @@ def config_of(mode, ranks, *, mean_tokens=None, **training):
     )
 
 
-@pytest.mark.parametrize(("most", "expected"), [(11, 6), (2, 33)])
-def test_528_documents_on_8_gpus_as_published(most, expected):
-    config = config_of(PackingMode.padded, 8, global_samples=528, micro_batch_size=most)
-    plan = solve_batch(config, None)
-    assert (plan.world_size, plan.micro_batch_size, plan.accumulation, plan.rows_per_step) == (8, most, expected, 528)
-
-
-def test_padded_micro_batch_is_the_largest_divisor_within_8192_tokens():
-    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528), None)
-    assert (plan.micro_batch_size, plan.accumulation) == (6, 11)  # 66 per GPU: 6 is its largest divisor up to 8
+# 66 per GPU: 6 is its largest divisor up to 8, which is 8192 tokens
+@pytest.mark.parametrize(("requested", "micro", "accumulation"), [(11, 11, 6), (2, 2, 33), (None, 6, 11)])
+def test_528_documents_on_8_gpus_as_published(requested, micro, accumulation):
+    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528, micro_batch_size=requested), None)
+    assert (plan.world_size, plan.micro_batch_size, plan.accumulation) == (8, micro, accumulation)
+    assert plan.rows_per_step == 528
 
 
 def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
@@ -59,16 +55,13 @@ def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
             assert max(int(lengths[row].sum()) for row in rows if row) <= 1024
 
 
-def test_estimate_before_the_data_is_there():
+def test_estimate_before_the_data_is_prepared():
+    unknown = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
+    assert (unknown.rows_per_step, unknown.accumulation, unknown.total_steps) == (None, None, None)
     plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528, mean_tokens=400.0), None)
     assert plan.is_estimate
     assert plan.rows_per_step == 208  # 528 x 400 / 1024 = 206.25, in eights
     assert plan.tokens_per_step == 211_200
-
-
-def test_nothing_is_guessed_where_nothing_is_known():
-    plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
-    assert (plan.rows_per_step, plan.accumulation, plan.total_steps) == (None, None, None)
 
 
 @pytest.mark.parametrize(("samples", "mean"), [(16, None), (16, 400.0), (24, None)])
@@ -93,8 +86,9 @@ def test_a_token_budget_fixes_the_rows():
 
 
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(RequestError, match="more than the 50 documents"):
+    with pytest.raises(RequestError) as caught:
         solve_batch(config_of(PackingMode.isolated, 1, global_samples=64), np.full(50, 9))
+    assert caught.value.problem_id == "batch-larger-than-data"
 
 
 @pytest.mark.parametrize(("max_steps", "expected"), [(None, 15), (7, 7)])

@@ -53,12 +53,6 @@ def test_lines_and_arrays_are_read_plain_or_compressed(tmp_path: Path, name: str
     assert read(write(tmp_path, content, name)) == list(enumerate(RECORDS, 1))
 
 
-def test_parquet_is_read_in_rows(tmp_path: Path) -> None:
-    path = tmp_path / "data.parquet"
-    pq.write_table(pa.Table.from_pylist(RECORDS), path)
-    assert read(path) == list(enumerate(RECORDS, 1))
-
-
 def test_blank_lines_are_skipped_and_keep_the_numbering(tmp_path: Path) -> None:
     path = write(tmp_path, '{"text": "a"}\n\n  \n{"text": "b"}\n\n')
     problems = DocumentProblems(str(path))
@@ -87,13 +81,11 @@ def test_a_broken_line_17_is_named_with_its_problem(tmp_path: Path, line: bytes,
 
 
 def test_ten_problems_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"text": "a"}\n' * 3 + "{\n" * 12)
     with pytest.raises(DataError) as caught:
-        read(path)
+        read(write(tmp_path, '{"text": "a"}\n' * 3 + "{\n" * 12))
     first, *places, last = caught.value.message.splitlines()
-    assert first == f"{path}: 12 of 15 documents cannot be used"
+    assert first.endswith(": 12 of 15 documents cannot be used") and last == "  and 2 more"
     assert [place.split(":")[0] for place in places] == [f"  line {number}" for number in range(4, 14)]
-    assert last == "  and 2 more"
 
 
 def test_a_compressed_file_that_was_cut_off(tmp_path: Path) -> None:

@@ -298,23 +298,18 @@ TEXT_AND_CALL = [WITH_TOOLS[0], {"role": "assistant", "content": "I look.", "too
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "problem_id"),
+    ("name", "messages", "problem_id"),
     [
-        ("llama3", WITH_TOOLS, TOOLS, "template-without-tools"),
-        ("llama3", WITH_TOOLS, None, "template-without-tools"),
-        ("gptoss", TWO_CALLS, TOOLS, "template-without-tools"),
-        ("llama3_2", TEXT_AND_CALL, TOOLS, "template-leaves-out"),
-        ("llama3_2", TWO_CALLS, TOOLS, "chat-template-refuses"),
-        ("deepseek_r1_distill", WITH_TOOLS[:2], TOOLS, "template-without-tools"),
-        ("glm4moe", PLAIN, None, "eos-not-trained"),
-        ("deepseekv3", PLAIN, None, "assistant-not-found"),
+        ("gptoss", TWO_CALLS, "template-without-tools"),
+        ("llama3_2", TEXT_AND_CALL, "template-leaves-out"),
+        ("llama3_2", TWO_CALLS, "chat-template-refuses"),
     ],
 )
-def test_what_a_template_does_not_write_of_tools_is_refused(
-    name: str, messages: list[dict[str, Any]], tools: Any, problem_id: str, family: Family
+def test_calls_that_a_template_does_not_write_are_refused(
+    name: str, messages: list[dict[str, Any]], problem_id: str, family: Family
 ) -> None:
     with pytest.raises(DataError, match=r"^a:1: ") as caught:
-        encode(family(name), messages, tools=tools)
+        encode(family(name), messages, tools=TOOLS)
     assert (caught.value.problem_id, caught.value.exit_code) == (problem_id, 4)
 
 
@@ -343,9 +338,9 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
     tokenizer = load_tokenizer(ModelConfig(path=folder, chat_template="training"))
     assert tokenizer.chat_template == read_chat_template("trl:qwen3_training")
     own = load_tokenizer(ModelConfig(path=family("llama3_2").name_or_path)).chat_template
-    with pytest.raises(RequestError, match=r"no training version of this tokenizer's template.*qwen3"):
+    with pytest.raises(RequestError, match="qwen3"):
         read_chat_template("training", own)
-    with pytest.raises(RequestError, match=r"no template 'qwen9'.*It has: "):
+    with pytest.raises(RequestError, match="qwen9"):
         read_chat_template("trl:qwen9")
 
 
