@@ -144,7 +144,7 @@ TRAINING_FAMILIES = (
 )  # fmt: skip
 
 
-OFTEN = ("qwen2_5", "qwen3", "llama3_2", "gptoss", "qwen3_training", "deepseekv3_training")
+OFTEN = ("qwen2_5", "qwen3", "llama3_2", "qwen3_training", "deepseekv3_training")
 
 
 def some_nightly(*names: str) -> list[Any]:

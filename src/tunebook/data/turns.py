@@ -59,7 +59,7 @@ def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool
         read = _read_turn(turn, number, account, is_prompt)
         is_call = str(turn.get("from", turn.get("role"))).lower() in CALL_ROLES
         if is_call and turns and turns[-1]["role"] == "assistant" and turns[-1]["train"] == read["train"]:
-            # What the assistant says and what it calls is one turn.
+            # A text of the assistant and the calls after it are one turn.
             turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", []), *read["tool_calls"]]
         else:
             turns.append(read)
