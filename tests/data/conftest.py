@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,18 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 SPECIAL_TOKENS = ("<|pad|>", "<s>", "<|im_start|>", "<|im_end|>", "</s>")
+
+
+def chat_row(messages: Sequence[Mapping[str, Any]], origin: str = "a:1") -> dict[str, Any]:
+    """A conversation as a row of a corpus; the assistant's turns are trained on unless they say otherwise."""
+    turns = [{"train": turn["role"] == "assistant", **turn} for turn in messages]
+    return {"messages": json.dumps(turns), "tools": None, "template_kwargs": None, "origin": origin}
+
+
+def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a corpus row."""
+    turns: list[dict[str, Any]] = json.loads(row["messages"])
+    return turns
 
 
 def write_tokenizer(
@@ -66,10 +78,19 @@ def tokenizer_folder(tmp_path: Path) -> Callable[..., Path]:
     return lambda name="model", **options: write_tokenizer(tmp_path / name, **options)
 
 
-@pytest.fixture
-def tiny_tokenizer(tokenizer_folder: Callable[..., Path]) -> Callable[..., Any]:
-    """A tiny tokenizer, loaded; takes what `write_tokenizer` takes."""
-    return lambda **options: load_tokenizer(schema.ModelConfig(path=str(tokenizer_folder(**options))))
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """A tiny tokenizer, loaded once a session; takes what `write_tokenizer` takes. Tests that change it copy it."""
+    loaded: dict[str, Any] = {}
+
+    def load(**options: Any) -> Any:
+        key = repr(sorted(options.items()))
+        if key not in loaded:
+            folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), **options)
+            loaded[key] = load_tokenizer(schema.ModelConfig(path=str(folder)))
+        return loaded[key]
+
+    return load
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tunebook.config.choices import Generation, PackingMode, Strategy
+from tunebook.config.choices import Generation, PackingMode, Source, Strategy
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
@@ -11,10 +11,12 @@ from tunebook.config.schema import (
     OptimizerConfig,
     PackingConfig,
     ParallelismConfig,
+    SyntheticConfig,
     TrainingConfig,
 )
-from tunebook.data.batch import schedule_of, solve_batch
+from tunebook.data.batch import count_documents, longest_document, mean_tokens, schedule_of, solve_batch
 from tunebook.data.sampler import RankBatches
+from tunebook.data.synthetic import generate
 from tunebook.errors import RequestError
 from tunebook.plan.show import batch_lines
 
@@ -30,16 +32,12 @@ def config_of(mode, ranks, *, mean_tokens=None, **training):
     )
 
 
-@pytest.mark.parametrize(("most", "expected"), [(11, 6), (2, 33)])
-def test_528_documents_on_8_gpus_as_published(most, expected):
-    config = config_of(PackingMode.padded, 8, global_samples=528, micro_batch_size=most)
-    plan = solve_batch(config, None)
-    assert (plan.world_size, plan.micro_batch_size, plan.accumulation, plan.rows_per_step) == (8, most, expected, 528)
-
-
-def test_padded_micro_batch_is_the_largest_divisor_within_8192_tokens():
-    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528), None)
-    assert (plan.micro_batch_size, plan.accumulation) == (6, 11)  # 66 per GPU: 6 is its largest divisor up to 8
+# 66 per GPU: 6 is its largest divisor up to 8, which is 8192 tokens
+@pytest.mark.parametrize(("requested", "micro", "accumulation"), [(11, 11, 6), (2, 2, 33), (None, 6, 11)])
+def test_528_documents_on_8_gpus_as_published(requested, micro, accumulation):
+    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528, micro_batch_size=requested), None)
+    assert (plan.world_size, plan.micro_batch_size, plan.accumulation) == (8, micro, accumulation)
+    assert plan.rows_per_step == 528
 
 
 def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
@@ -57,16 +55,13 @@ def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
             assert max(int(lengths[row].sum()) for row in rows if row) <= 1024
 
 
-def test_estimate_before_the_data_is_there():
+def test_estimate_before_the_data_is_prepared():
+    unknown = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
+    assert (unknown.rows_per_step, unknown.accumulation, unknown.total_steps) == (None, None, None)
     plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528, mean_tokens=400.0), None)
     assert plan.is_estimate
     assert plan.rows_per_step == 208  # 528 x 400 / 1024 = 206.25, in eights
     assert plan.tokens_per_step == 211_200
-
-
-def test_nothing_is_guessed_where_nothing_is_known():
-    plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
-    assert (plan.rows_per_step, plan.accumulation, plan.total_steps) == (None, None, None)
 
 
 @pytest.mark.parametrize(("samples", "mean"), [(16, None), (16, 400.0), (24, None)])
@@ -91,8 +86,9 @@ def test_a_token_budget_fixes_the_rows():
 
 
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(RequestError, match="more than the 50 documents"):
+    with pytest.raises(RequestError) as caught:
         solve_batch(config_of(PackingMode.isolated, 1, global_samples=64), np.full(50, 9))
+    assert caught.value.problem_id == "batch-larger-than-data"
 
 
 @pytest.mark.parametrize(("max_steps", "expected"), [(None, 15), (7, 7)])
@@ -140,3 +136,43 @@ def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():
     assert solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths).longest_row == 1024
     assert solve_batch(config_of(PackingMode.padded, 4, global_samples=16), lengths).longest_row == 256
     assert solve_batch(config_of(PackingMode.isolated, 4, global_samples=16), None).longest_row is None
+
+
+def documents_of(dataset, max_length=1024):
+    return plain_config(dataset=dataset, training=TrainingConfig(max_length=max_length, global_samples=8))
+
+
+@pytest.mark.parametrize(("sigma", "most", "longest"), [(0.9, 4096, 8192), (0.9, 700, 200), (0.0, 4096, 200)])
+def test_the_mean_is_that_of_the_documents_that_are_drawn(sigma, most, longest):
+    settings = SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most, num_documents=1_500)
+    config = documents_of(DatasetConfig(source=Source.synthetic, synthetic=settings), longest)
+    batches = generate(settings, num_documents=settings.num_documents, vocab_size=1000, eos_token_id=0)
+    drawn = np.concatenate([batch.column("input_ids").value_lengths().to_numpy() for batch in batches])
+    assert mean_tokens(config) == pytest.approx(float(np.minimum(drawn, longest).mean()), rel=1e-9)
+
+
+def test_a_stated_mean_comes_first_and_otherwise_nothing_is_known():
+    assert mean_tokens(documents_of(DatasetConfig(source=Source.synthetic, mean_tokens=300.0))) == 300
+    assert mean_tokens(documents_of(DatasetConfig(path="a.jsonl", mean_tokens=3000.0))) == 1024
+    assert mean_tokens(documents_of(DatasetConfig(path="a.jsonl"))) is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (DatasetConfig(source=Source.synthetic, max_documents=3_000, validation_share=0.1), 2_700),
+        (DatasetConfig(source=Source.synthetic, max_documents=30_000), 20_000),
+        (DatasetConfig(source=Source.hub, num_documents=52_000, validation_share=0.05), 49_400),
+        (DatasetConfig(source=Source.hub, num_documents=52_000, max_documents=1_000), 1_000),
+        (DatasetConfig(source=Source.hub, max_documents=1_000), None),  # it may have fewer
+    ],
+)
+def test_documents_of_an_epoch_are_those_read_without_those_held_out(dataset, expected):
+    assert count_documents(documents_of(dataset)) == expected
+
+
+@pytest.mark.parametrize(("source", "longest"), [(Source.synthetic, 512), (Source.files, 1024)])
+def test_generated_documents_are_no_longer_than_they_are_drawn(source, longest):
+    dataset = DatasetConfig(source=source, path="a.jsonl", synthetic=SyntheticConfig(max_tokens=512))
+    assert longest_document(documents_of(dataset)) == longest
+    assert longest_document(documents_of(dataset, max_length=256)) == 256

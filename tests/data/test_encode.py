@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from itertools import islice
@@ -14,16 +15,17 @@ from tokenizers.processors import TemplateProcessing
 from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder, tokens_of_span
+from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
+
+from .conftest import chat_row, turns_of
 
 Tokenizers = Callable[..., Any]
 
 
 def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
-    messages = [{"role": role, "content": content, "train": role == "assistant"} for role, content in turns]
-    return {"messages": messages, "origin": "a:1"}
+    return chat_row([{"role": role, "content": content} for role, content in turns])
 
 
 def encode_one(
@@ -52,12 +54,6 @@ def test_a_conversation_trains_the_answer_and_its_end(tiny_tokenizer: Tokenizers
     assert document.num_trained == 3
 
 
-def test_everything_trains_all_but_the_first_token(tiny_tokenizer: Tokenizers) -> None:
-    row = conversation(("user", "Hi"), ("assistant", "Yo"))
-    document = encode_one(tiny_tokenizer(), CorpusKind.conversation, row, TrainOn.everything)
-    assert document.labels == [-100, *document.input_ids[1:]]
-
-
 def test_everything_needs_no_assistants_turn_to_be_found(tiny_tokenizer: Tokenizers) -> None:
     template = """\
 {%- for m in messages %}{{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}
@@ -68,12 +64,6 @@ def test_everything_needs_no_assistants_turn_to_be_found(tiny_tokenizer: Tokeniz
         encode_one(tokenizer, CorpusKind.conversation, row)
     document = encode_one(tokenizer, CorpusKind.conversation, row, TrainOn.everything)
     assert document.num_trained == len("user:Hi") + 1 + len("assistant:Yo") + 1 - 1
-
-
-def test_the_first_token_is_never_trained_even_if_it_is_the_assistants(tiny_tokenizer: Tokenizers) -> None:
-    template = "{%- for m in messages %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
-    document = encode_one(tiny_tokenizer(template=template), CorpusKind.conversation, conversation(("assistant", "Yo")))
-    assert document.labels == [-100, *document.input_ids[1:]]
 
 
 def test_letters_of_several_bytes_belong_to_the_answer_whole(tiny_tokenizer: Tokenizers) -> None:
@@ -93,7 +83,7 @@ def test_the_quickstart_is_masked_as_transformers_does(project_root: Path) -> No
     rows = [conversation(*((roles[turn["from"]], turn["value"]) for turn in turns)) for turns in raw]
     documents = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode(rows)
     expected = tokenizer.apply_chat_template(
-        [row["messages"] for row in rows], return_dict=True, return_assistant_tokens_mask=True
+        [turns_of(row) for row in rows], return_dict=True, return_assistant_tokens_mask=True
     )
     assert [document.input_ids for document in documents] == expected["input_ids"]
     masks = [[int(label != -100) for label in document.labels] for document in documents]
@@ -190,13 +180,6 @@ def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
     assert [document.labels for document in everything] == [[-100, 6, 7], [-100, 6, 7]]
 
 
-def test_spans_take_every_token_they_touch() -> None:
-    offsets = [(0, 2), (2, 5), (5, 6), (6, 9)]
-    assert tokens_of_span(offsets, (2, 6)) == (1, 3)
-    assert tokens_of_span(offsets, (3, 7)) == (1, 4)
-    assert tokens_of_span(offsets, (0, 9)) == (0, 4)
-
-
 def test_a_token_over_the_start_of_an_answer_is_counted(tiny_tokenizer: Tokenizers) -> None:
     """The template begins an answer with no special token, and the tokenizer joins its first letter with the mark."""
     template = """\
@@ -234,24 +217,14 @@ def test_the_last_token_of_a_prompt_is_not_trained_on_though_it_ends_texts(tiny_
     assert trained_text(tokenizer, completion(tokenizer, "hi</s></s>", "</s>yo")) == "</s>yo</s>"
 
 
-def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer(eos_token="</s>")
-    added = ("</s>", tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[added])
-    encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
-    documents = encoder.encode([{"prompt": prompt, "completion": "yo", "origin": "a:1"} for prompt in ("hi", "hi</s>")])
-    assert [trained_text(tokenizer, document) for document in documents] == ["yo</s>", "yo</s>"]
-    assert [document.input_ids.count(tokenizer.eos_token_id) for document in documents] == [1, 2]
-
-
-def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
+@pytest.mark.parametrize(("eos", "end"), [("</s>", "</s>"), ("<|im_end|>", "</s><|im_end|>")])
+def test_a_token_that_the_tokenizer_adds_is_no_part_of_the_prompt(
+    tiny_tokenizer: Tokenizers, eos: str, end: str
+) -> None:
     """A tokenizer may end texts with another token than the EOS of the model."""
-    tokenizer = tiny_tokenizer(eos_token="<|im_end|>")
-    added = tokenizer.convert_tokens_to_ids("</s>")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", added)])
-    encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
-    rows = [{"prompt": "ab", "completion": completion, "origin": "a:1"} for completion in ("cd", "</s>cd")]
-    assert [trained_text(tokenizer, document) for document in encoder.encode(rows)] == [
-        "cd</s><|im_end|>",
-        "</s>cd</s><|im_end|>",
-    ]
+    tokenizer = copy.deepcopy(tiny_tokenizer(eos_token=eos))
+    added = ("</s>", tokenizer.convert_tokens_to_ids("</s>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[added])
+    assert trained_text(tokenizer, completion(tokenizer, "hi", "yo")) == f"yo{end}"
+    assert trained_text(tokenizer, completion(tokenizer, "hi</s>", "yo")) == f"yo{end}"
+    assert trained_text(tokenizer, completion(tokenizer, "hi", "</s>yo")) == f"</s>yo{end}"

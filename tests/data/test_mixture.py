@@ -14,38 +14,30 @@ from tunebook.data.mixture import interleave, plan_counts
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, RequestError
 
-
-def test_without_weights_every_document_is_taken() -> None:
-    assert plan_counts({"a": 3, "b": 100}, {"a": None, "b": None}) == {"a": 3, "b": 100}
+from .conftest import turns_of
 
 
 @pytest.mark.parametrize(
     ("sizes", "weights", "counts"),
     [
-        ((100, 100), (1.0, 1.0), (100, 100)),
-        ((100, 1000), (1.0, 1.0), (100, 100)),
+        ((3, 100), (None, None), (3, 100)),
         ((100, 1000), (1.0, 4.0), (100, 400)),
         ((1000, 3000), (0.1, 0.3), (1000, 3000)),  # exact: 0.1 + 0.2 is not 0.3 in floating point
         ((10, 10), (0.7, 0.3), (10, 4)),
     ],
 )
 def test_weights_are_shares_until_the_first_part_is_used_up(
-    sizes: tuple[int, int], weights: tuple[float, float], counts: tuple[int, int]
+    sizes: tuple[int, int], weights: tuple[float | None, float | None], counts: tuple[int, int]
 ) -> None:
     planned = plan_counts(dict(zip("ab", sizes, strict=True)), dict(zip("ab", weights, strict=True)))
     assert tuple(planned.values()) == counts
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"a": 1.0, "b": None}, "b has no weight and other parts have one"),
-        ({"a": 1000.0, "b": 1.0}, r"parts.b.weight=1.0 leaves no document of it"),
-    ],
-)
-def test_weights_that_cannot_be_met(weights: dict[str, float | None], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+@pytest.mark.parametrize("weights", [{"a": 1.0, "b": None}, {"a": 1000.0, "b": 1.0}])
+def test_weights_that_cannot_be_met(weights: dict[str, float | None]) -> None:
+    with pytest.raises(RequestError) as caught:
         plan_counts({"a": 10, "b": 10}, weights)
+    assert caught.value.problem_id == "mixture-weights"
 
 
 def test_any_stretch_of_a_mixture_has_about_the_right_shares() -> None:
@@ -84,15 +76,13 @@ def test_a_mixture_of_formats_of_one_kind(tmp_path: Path) -> None:
     config = DatasetConfig(source=Source.mixture, parts=parts, system_prompt="s", validation_share=0.2)
     corpus = load_corpus(config, cache_dir=tmp_path / "cache")
     assert corpus.validation is not None
-    prompts = [row["messages"][1]["content"] for part in (corpus.train, corpus.validation) for row in part]
+    prompts = [turns_of(row)[1]["content"] for part in (corpus.train, corpus.validation) for row in part]
     assert sum(prompt.startswith("chat") for prompt in prompts) == 60
     assert sum(prompt.startswith("task") for prompt in prompts) == 30
     assert len(set(prompts)) == 90
     assert [record.num_documents for record in corpus.records] == [100, 30]
     assert "mixture: chat 60 of 100 documents, task 30 of 30 documents" in corpus.notes
 
-    again = load_corpus(config, cache_dir=tmp_path / "again")
-    assert again.train["origin"][:] == corpus.train["origin"][:]
     before = corpus_identity(config)
     parts["task"].weight = 3
     assert corpus_identity(config) != before
@@ -112,9 +102,3 @@ def test_parts_of_different_kinds_are_named(tmp_path: Path) -> None:
     }
     with pytest.raises(DataError, match="of one kind, but chat is conversation, books is text"):
         load_corpus(DatasetConfig(source=Source.mixture, parts=parts), cache_dir=tmp_path / "cache")
-
-
-def test_errors_of_a_part_name_its_key(tmp_path: Path) -> None:
-    config = DatasetConfig(source=Source.mixture, parts={"chat": MixturePart(path=str(tmp_path / "none.jsonl"))})
-    with pytest.raises(DataError, match=r"dataset.parts.chat.path: no file matches"):
-        load_corpus(config, cache_dir=tmp_path / "cache")

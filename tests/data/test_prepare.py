@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tunebook.config import schema
@@ -25,12 +23,11 @@ from tunebook.config.choices import (
     TrainOn,
     Weights,
 )
-from tunebook.data import prepare as prepare_module
 from tunebook.data.chunks import NOTHING_TRAINED, TOO_LONG
 from tunebook.data.prepare import fingerprint, needs_tokenizer, prepare, vocabulary
 from tunebook.data.prepared import load_prepared
 from tunebook.data.view import summary_lines
-from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.errors import DataError, RequestError
 
 Configs = Callable[..., schema.RunConfig]
 # 25 and 27 tokens; see test_encode.py for the first one counted by hand.
@@ -50,7 +47,7 @@ def facts(vocab_size: int) -> schema.ModelFacts:
 def test_counts_lengths_and_rows(run_config: Configs) -> None:
     prepared = prepare(run_config([SHORT, LONGER]))
     counts = prepared.train.counts
-    assert (counts.num_read, counts.num_documents, counts.num_dropped, counts.num_cut) == (2, 2, 0, 0)
+    assert (counts.num_read, counts.num_documents, counts.dropped.total(), counts.num_cut) == (2, 2, 0, 0)
     assert (counts.num_tokens, counts.num_trained_tokens) == (25 + 27, 3 + 5)
     assert (counts.shortest, counts.longest) == (25, 27)
     assert prepared.train.load_lengths().tolist() == [25, 27]
@@ -63,14 +60,19 @@ def test_counts_lengths_and_rows(run_config: Configs) -> None:
     assert not prepared.was_cached
 
 
-def test_a_second_start_finds_the_first_one(run_config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_finds_the_first_one(run_config: Configs) -> None:
     config = run_config([SHORT])
-    first = prepare(config)
-    monkeypatch.setattr(prepare_module, "_make", None)
-    second = prepare(config)
-    assert second.was_cached
+    first, second = prepare(config), prepare(config)
+    assert (first.was_cached, second.was_cached) == (False, True)
     assert replace(second, was_cached=False) == first
-    assert load_prepared(first.folder).train.counts == first.train.counts
+
+
+def test_two_at_once_prepare_once(run_config: Configs) -> None:
+    config = run_config([SHORT])
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(prepare, [config] * 3))
+    assert len({prepared.folder for prepared in found}) == 1
+    assert sorted(prepared.was_cached for prepared in found) == [False, True, True]
 
 
 def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config: Configs) -> None:
@@ -92,10 +94,9 @@ def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> No
 
 
 def test_nothing_left_is_an_error_that_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"every document of the train part was dropped \(2 were read\).*max_length is 9"
-    ):
+    with pytest.raises(DataError, match=r"max_length is 9") as caught:
         prepare(run_config([SHORT, LONGER], max_length=9))
+    assert caught.value.problem_id == "nothing-to-train-on"
     assert_nothing_half_made(tmp_path)
 
 
@@ -113,57 +114,15 @@ def test_an_interrupted_preparation_leaves_nothing(run_config: Configs, tmp_path
     assert_nothing_half_made(tmp_path)
 
 
-def test_what_a_killed_preparation_left_is_removed(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config([SHORT])
-    prepared = prepare(config)
-    root = tmp_path / "cache" / "prepared"
-    prepared.folder.rename(root / f"{prepared.fingerprint}.partial")  # killed just before the renaming
-    assert not prepare(config).was_cached
-    assert sorted(path.name for path in root.iterdir() if path.suffix != ".lock") == [prepared.fingerprint]
-
-
-def test_two_at_once_prepare_once(run_config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, made = run_config([SHORT]), []
-    really_make = prepare_module._make
-
-    def make(*arguments: Any) -> None:
-        made.append(threading.current_thread().name)
-        really_make(*arguments)
-
-    monkeypatch.setattr(prepare_module, "_make", make)
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(prepare(config))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert len(made) == 1
-    assert len({prepared.folder for prepared in found}) == 1
-    assert sorted(prepared.was_cached for prepared in found) == [False, True, True]
-
-
-def test_a_full_disk_is_said_and_leaves_nothing(
-    run_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(np, "save", save)
-    with pytest.raises(DoesNotFitError, match=r"no space is left for prepared data.*TUNEBOOK_CACHE=DIR"):
-        prepare(run_config([SHORT]))
-    assert_nothing_half_made(tmp_path)
-
-
 def test_a_cache_that_cannot_be_written_is_said(
     run_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config([SHORT])
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        RequestError, match=r"cannot be written to .*/file/prepared \(Not a directory\).*TUNEBOOK_CACHE=DIR"
-    ):
+    with pytest.raises(RequestError, match=r"TUNEBOOK_CACHE=DIR") as caught:
         prepare(config)
+    assert caught.value.problem_id == "cache-not-writable"
 
 
 def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Path) -> None:
@@ -195,19 +154,19 @@ def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config:
 
 def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
     config = run_config(TALK)
-    marks = {fingerprint(config)}
     (tmp_path / "other.jinja").write_text("{{ messages }}")
-    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
-    (tmp_path / "other.jinja").write_text("{{ messages }} ")
-    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
-    marks.add(fingerprint(replace(config, model=replace(config.model, eos_token="</s>"))))
-    marks.add(fingerprint(replace(config, model=replace(config.model, template_date="2031-12-01"))))
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    marks.add(fingerprint(config))
-    tokenizer = tmp_path / "model" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + " ")
-    marks.add(fingerprint(config))
-    assert len(marks) == 7
+    changes = (
+        {},
+        {"chat_template": str(tmp_path / "other.jinja")},
+        {"eos_token": "</s>"},
+        {"template_date": "2031-12-01"},
+    )
+    marks = {fingerprint(replace(config, model=replace(config.model, **change))) for change in changes}
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        file = tmp_path / "model" / name
+        file.write_text(file.read_text() + " ")
+        marks.add(fingerprint(config))
+    assert len(marks) == len(changes) + 2
 
 
 def test_documents_that_are_tokens_need_no_tokenizer() -> None:
@@ -221,8 +180,9 @@ def test_documents_that_are_tokens_need_no_tokenizer() -> None:
 def test_synthetic_documents_need_a_vocabulary(run_config: Configs, tmp_path: Path) -> None:
     config = run_config(TALK)
     synthetic = replace(config, dataset=schema.DatasetConfig(source=Source.synthetic))
-    with pytest.raises(RequestError, match=r"vocabulary, whose size is not known.*model\.path=DIR"):
+    with pytest.raises(RequestError) as caught:
         vocabulary(synthetic)
+    assert caught.value.problem_id == "synthetic-without-vocabulary"
     model = replace(config.model, facts=facts(100))
     assert vocabulary(replace(synthetic, model=model)) == (100, 99)
     assert vocabulary(replace(config, model=model)) == (100, None)
@@ -244,18 +204,18 @@ def add_lines(tmp_path: Path, lines: list[str]) -> None:
 def test_unusable_documents_are_left_out_by_reason_up_to_a_share(tmp_path: Path, run_config: Configs) -> None:
     config = run_config([[("user", f"{n}"), ("assistant", "Yo")] for n in range(6)], bad_documents=BadDocuments.skip)
     add_lines(tmp_path, BAD)
-    with pytest.raises(
-        DataError, match=r"4 of 10 documents cannot be used, .*max_bad_share=0.01.*\n  2: .*line 7"
-    ) as caught:
+    with pytest.raises(DataError, match=r"4 of 10 documents .*max_bad_share=0.01.*\n  2: .*line 7") as caught:
         prepare(config)
     assert (caught.value.problem_id, caught.value.exit_code) == ("data-too-many-bad", 4)
     config.dataset.max_bad_share = 0.4
     prepared = prepare(config)
     counts = prepared.train.counts
-    assert (counts.num_read, counts.num_documents, counts.skipped.total()) == (6, 6, 4)
-    reasons = counts.skipped.most_common()
+    assert (counts.num_read, counts.num_documents, counts.skipped.reasons.total()) == (6, 6, 4)
+    reasons = counts.skipped.reasons.most_common()
     assert reasons[0][1] == 2 and reasons[0][0].startswith("unknown role ... in turn ...")
-    assert counts.first[reasons[0][0]].startswith(f"{tmp_path}/train.jsonl, line 7: unknown role 'asistant' in turn 2")
+    assert counts.skipped.first[reasons[0][0]].startswith(
+        f"{tmp_path}/train.jsonl, line 7: unknown role 'asistant' in turn 2"
+    )
     lines = summary_lines(load_prepared(prepared.folder))
     assert any(line.startswith("    2 left out: ") and "line 7" in line for line in lines)
     config.dataset.bad_documents = BadDocuments.refuse
@@ -266,16 +226,14 @@ def test_unusable_documents_are_left_out_by_reason_up_to_a_share(tmp_path: Path,
 def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_config: Configs) -> None:
     talks = [[("user", "x" * (90 if n == 3 else 1)), ("assistant", "Yo")] for n in range(10)]
     config = run_config(talks, overlong=Overlong.refuse)
-    with pytest.raises(
-        DataError, match=r"^train.jsonl:4: it has \d+ tokens, more than training.max_length=64"
-    ) as caught:
+    with pytest.raises(DataError, match=r"^train.jsonl:4: ") as caught:
         prepare(config)
     assert caught.value.problem_id == "document-too-long"
     config.dataset.bad_documents, config.dataset.max_bad_share = BadDocuments.skip, 0.1
     counts = prepare(config).train.counts
     assert (counts.num_read, counts.num_documents) == (9, 9)
-    ((reason, number),) = counts.skipped.items()
-    assert (reason[:53], number) == ("it has ... tokens, more than training.max_length=...,", 1)
+    ((reason, number),) = counts.skipped.reasons.items()
+    assert reason.startswith("it has ... tokens") and number == 1
     config.dataset.max_bad_share = 0.05
     with pytest.raises(DataError, match=r"^the train part: 1 of 10 documents cannot be used"):
         prepare(config)
@@ -286,19 +244,16 @@ def test_answers_that_are_cut_are_counted_and_warned_of(run_config: Configs) -> 
     prepared = prepare(run_config(talks))
     assert (prepared.train.counts.num_cut, prepared.train.counts.num_answers_cut) == (1, 1)
     (warning,) = [line for line in summary_lines(prepared) if "within an answer" in line]
-    assert warning.startswith(
-        "    warning: 1 (2.0%) end within an answer that was cut: the model learns answers that do"
-    )
+    assert warning.startswith("    warning: 1 (2.0%)")
     split = prepare(run_config(talks, overlong=Overlong.split)).train.counts
     assert (split.num_cut, split.num_answers_cut) == (1, 0)
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused(run_config: Configs) -> None:
     config = run_config([[("user", "Hi"), ("assistant", "Yo")]], chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(
-        RequestError, match=r"enable_thinkin, which the chat template does not read; it reads: .*messages"
-    ):
+    with pytest.raises(RequestError, match="enable_thinkin") as caught:
         prepare(config)
+    assert caught.value.problem_id == "template-variable-unknown"
 
 
 def test_adapters_cannot_train_added_tokens_in_divided_embeddings(run_config: Configs, tokenizer_folder: Any) -> None:

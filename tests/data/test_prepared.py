@@ -11,7 +11,6 @@ import pytest
 from tunebook.data.chunks import prepared_schema
 from tunebook.data.prepared import (
     ARROW_FILE,
-    Histogram,
     hash_documents,
     histogram,
     load_prepared,
@@ -19,26 +18,19 @@ from tunebook.data.prepared import (
 from tunebook.errors import DataError
 
 
-def lengths_of(*lengths: int) -> np.ndarray:
-    return np.asarray(lengths, dtype=np.int32)
-
-
-def test_few_lengths_get_a_bin_each() -> None:
-    assert histogram(lengths_of(3, 5, 5)) == Histogram(edges=[3, 4, 5, 6], counts=[1, 0, 2])
-
-
-def test_many_lengths_get_bins_of_a_power_of_two() -> None:
-    found = histogram(lengths_of(1, 7, 8, 99, 100))
-    assert found.edges == list(range(0, 105, 8))
-    assert found.counts == [2, 1, *[0] * 9, 0, 2]
+def test_lengths_are_counted_in_bins_of_a_power_of_two() -> None:
+    assert histogram(np.array([3, 5, 5], dtype=np.int32)) == {"edges": [3, 4, 5, 6], "counts": [1, 0, 2]}
+    bins = histogram(np.array([1, 7, 8, 99, 100], dtype=np.int32))
+    assert bins == {"edges": [*range(0, 105, 8)], "counts": [2, 1, *[0] * 9, 0, 2]}
 
 
 @pytest.mark.parametrize("content", [None, "{broken"])
-def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_an_incomplete_folder_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "prepared.json").write_text(content)
-    with pytest.raises(DataError, match=r"no complete prepared data.*tunebook data RECIPE"):
+    with pytest.raises(DataError, match="tunebook data RECIPE") as caught:
         load_prepared(tmp_path)
+    assert caught.value.problem_id == "prepared-not-found"
 
 
 DOCUMENTS = [([5, 6, 7], [-100, 6, 7]), ([8], [8]), ([9, 10], [-100, 10])]
@@ -58,23 +50,19 @@ def write_part(folder: Path, documents: list[tuple[list[int], list[int]]], rows_
     return folder
 
 
-def test_how_arrow_cuts_the_documents_does_not_count(tmp_path: Path) -> None:
-    whole = hash_documents([write_part(tmp_path / "a" / "train", DOCUMENTS)])
-    cut = hash_documents([write_part(tmp_path / "b" / "train", DOCUMENTS, rows_per_batch=1)])
-    assert whole == cut
-    assert len(whole) == 64
-
-
 @pytest.mark.parametrize(
-    "documents",
+    ("documents", "is_same"),
     [
-        [([5, 6, 7], [-100, 6, 7]), ([8], [8]), ([9, 11], [-100, 10])],
-        [([5, 6, 7], [-100, 6, -100]), ([8], [8]), ([9, 10], [-100, 10])],
-        [([5, 6], [-100, 6]), ([7, 8], [7, 8]), ([9, 10], [-100, 10])],  # the same tokens in a row, cut elsewhere
-        [([8], [8]), ([5, 6, 7], [-100, 6, 7]), ([9, 10], [-100, 10])],
+        (DOCUMENTS, True),  # in other batches
+        ([([5, 6, 7], [-100, 6, 7]), ([8], [8]), ([9, 11], [-100, 10])], False),
+        ([([5, 6, 7], [-100, 6, -100]), ([8], [8]), ([9, 10], [-100, 10])], False),
+        ([([5, 6], [-100, 6]), ([7, 8], [7, 8]), ([9, 10], [-100, 10])], False),  # the same tokens, cut elsewhere
+        ([([8], [8]), ([5, 6, 7], [-100, 6, 7]), ([9, 10], [-100, 10])], False),
     ],
-    ids=["a_token", "a_label", "a_border", "the_order"],
 )
-def test_every_part_of_a_document_counts(tmp_path: Path, documents: list[tuple[list[int], list[int]]]) -> None:
+def test_the_hash_covers_every_token_label_border_and_the_order(
+    tmp_path: Path, documents: list[tuple[list[int], list[int]]], is_same: bool
+) -> None:
     before = hash_documents([write_part(tmp_path / "a" / "train", DOCUMENTS)])
-    assert hash_documents([write_part(tmp_path / "b" / "train", documents)]) != before
+    after = hash_documents([write_part(tmp_path / "b" / "train", documents, rows_per_batch=1)])
+    assert (after == before) is is_same

@@ -43,12 +43,9 @@ def steps_of(ranks):
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (2, 1), (4, 2), (8, 1)])
 def test_steps_hold_the_same_documents_whatever_the_split(world_size, micro, is_packed):
     rows = 8 if is_packed else 16
-    alone = steps_of(batches_of(1, rows=rows, is_packed=is_packed))
-    assert steps_of(batches_of(world_size, micro=micro, rows=rows, is_packed=is_packed)) == alone
-
-
-def test_packed_and_padded_steps_hold_the_same_documents():
-    assert steps_of(batches_of(2, rows=8)) == steps_of(batches_of(2, rows=16, is_packed=False))
+    ranks = batches_of(world_size, micro=micro, rows=rows, is_packed=is_packed)
+    assert steps_of(ranks) == steps_of(batches_of(1))  # which are packed
+    assert {len(list(rank)) for rank in ranks} == {len(ranks[0])}
 
 
 def test_an_epoch_holds_every_document_exactly_once_and_its_last_step_is_smaller():
@@ -61,15 +58,7 @@ def test_the_second_epoch_is_in_another_order():
     steps = steps_of(batches_of(1, num_steps=14))
     assert sorted(d for step in steps[7:] for d in step) == list(range(103))
     assert steps[0] != steps[7]
-
-
-def test_every_rank_has_the_same_number_of_micro_batches():
-    ranks = batches_of(4, micro=2, num_steps=14)
-    assert [len(list(rank)) for rank in ranks] == [14] * 4 == [len(rank) for rank in ranks]
-
-
-def test_validation_keeps_the_stored_order():
-    assert epoch_order(5, None, 3).tolist() == [0, 1, 2, 3, 4]
+    assert epoch_order(5, None, 3).tolist() == [0, 1, 2, 3, 4]  # validation: as stored
 
 
 def test_a_token_budget_puts_each_document_in_the_fullest_row_that_has_room():
@@ -141,50 +130,26 @@ def rows(request, tmp_path) -> DocumentRows:
     return DocumentRows(Dataset.from_file(str(file)), filler_token_id=99)
 
 
-@pytest.fixture
-def rows_of_8(rows) -> DocumentRows:
-    """The same, filled up to multiples of eight tokens."""
-    return DocumentRows(rows.documents, filler_token_id=99, multiple=8)
-
-
-def test_a_row_is_its_documents_end_to_end_in_the_order_asked(rows):
-    found = rows[[3, 0]]
-    assert found["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3]
-    assert found["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3]
-    assert found["seq_lengths"] == [4, 3]
-    assert found["input_ids"].dtype == found["labels"].dtype == np.int64
-
-
-def test_a_document_may_be_asked_for_alone_and_twice(rows):
-    assert rows[[2]]["input_ids"].tolist() == [6]
+def test_a_row_is_its_documents_end_to_end_in_the_order_requested(rows):
+    row = rows[[3, 0]]
+    assert row["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3]
+    assert row["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3]
+    assert row["seq_lengths"] == [4, 3]
+    assert row["input_ids"].dtype == row["labels"].dtype == np.int64
     assert rows[[1, 1]]["labels"].tolist() == [-100, 5, -100, 5]
+    empty = rows[[]]
+    assert (empty["input_ids"].tolist(), empty["labels"].tolist(), empty["seq_lengths"]) == ([99] * 2, [-100] * 2, [2])
 
 
-def test_a_row_without_documents_is_two_tokens_that_no_loss_counts(rows):
-    found = rows[[]]
-    assert found["input_ids"].tolist() == [99, 99]
-    assert found["labels"].tolist() == [-100, -100]
-    assert found["seq_lengths"] == [2]
-
-
-def test_a_row_is_filled_up_by_a_document_that_no_loss_counts(rows_of_8):
-    found = rows_of_8[[3, 0]]
-    assert found["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3, 99]
-    assert found["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3, -100]
-    assert found["seq_lengths"] == [4, 3, 1]
-    assert found["input_ids"].dtype == found["labels"].dtype == np.int64
-
-
-def test_a_row_that_is_a_multiple_already_stays_as_it_is(rows, rows_of_8):
-    found = rows_of_8[[3, 3]]
-    assert found["seq_lengths"] == [4, 4]
-    assert found["input_ids"].tolist() == rows[[3, 3]]["input_ids"].tolist()
-
-
-def test_a_row_without_documents_is_a_whole_multiple(rows_of_8):
-    found = rows_of_8[[]]
-    assert (found["input_ids"].tolist(), found["labels"].tolist()) == ([99] * 8, [-100] * 8)
-    assert found["seq_lengths"] == [8]
+def test_rows_are_filled_up_to_a_multiple_by_a_document_that_no_loss_counts(rows):
+    rows_of_8 = DocumentRows(rows.documents, filler_token_id=99, multiple=8)
+    row = rows_of_8[[3, 0]]
+    assert row["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3, 99]
+    assert row["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3, -100]
+    assert row["seq_lengths"] == [4, 3, 1]
+    assert row["input_ids"].dtype == row["labels"].dtype == np.int64
+    assert rows_of_8[[3, 3]]["seq_lengths"] == [4, 4]
+    assert rows_of_8[[]]["seq_lengths"] == [8]
 
 
 def test_dealt_rows_are_the_same_steps_and_rows():

@@ -18,7 +18,7 @@ from tunebook.data.special_tokens import SpecialTokens
 from tunebook.data.template import ConversationRenderer
 from tunebook.errors import DataError
 
-from .conftest import CHATML
+from .conftest import CHATML, chat_row, turns_of
 
 Tokenizers = Callable[..., Any]
 
@@ -30,11 +30,7 @@ INST = """\
 
 
 def talk(question: str, answer: str, origin: str = "a:1") -> dict[str, Any]:
-    messages = [
-        {"role": "user", "content": question, "train": False},
-        {"role": "assistant", "content": answer, "train": True},
-    ]
-    return {"messages": messages, "origin": origin}
+    return chat_row([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], origin)
 
 
 def encode(
@@ -184,12 +180,9 @@ def test_a_template_that_reads_such_text_gets_to_read_it(tiny_tokenizer: Tokeniz
     earlier = "(message.content if loop.last else message.content.split('<s>')[-1]) +"
     template = CHATML.replace("message.content +", earlier)
     assert template != CHATML
-    messages = [
-        *talk("q", "why<s>a")["messages"],
-        *talk("</s>go", "so<s>b")["messages"],
-    ]
+    messages = [*turns_of(talk("q", "why<s>a")), *turns_of(talk("</s>go", "so<s>b"))]
     tokenizer = tiny_tokenizer(template=template)
-    document = encode(tokenizer, {"messages": messages, "origin": "a:1"})
+    document = encode(tokenizer, chat_row(messages))
     assert tokenizer.decode(document.input_ids).endswith("</s>go<|im_end|>\n<|im_start|>assistant\nso<s>b<|im_end|>\n")
     assert "why" not in tokenizer.decode(document.input_ids)
     assert trained_text(tokenizer, document) == "so<s>b<|im_end|>"
@@ -199,6 +192,6 @@ def test_a_template_that_reads_such_text_gets_to_read_it(tiny_tokenizer: Tokeniz
 def test_a_prompt_for_an_answer_is_tokenised_as_in_training(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer()
     row = talk("is </s> a mark", "a")
-    prompt = ConversationRenderer(tokenizer).prompt_tokens(Conversation.plain(row["messages"][:1]))
+    prompt = ConversationRenderer(tokenizer).prompt_tokens(Conversation(messages=turns_of(row)[:1]))
     assert encode(tokenizer, row).input_ids[: len(prompt)] == prompt
     assert tokenizer.convert_tokens_to_ids("</s>") not in prompt

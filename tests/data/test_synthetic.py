@@ -70,10 +70,10 @@ def test_the_next_token_is_predictable(documents: list[dict[str, list[int]]]) ->
 
 
 def test_the_seed_decides_and_fewer_documents_are_the_first_of_more(tmp_path: Path) -> None:
-    same = load(tmp_path / "a", num_documents=1200).train.with_format("arrow")
-    assert load(tmp_path / "b", num_documents=1200).train.with_format("arrow")[:].equals(same[:])
-    assert load(tmp_path / "c", num_documents=1100).train.with_format("arrow")[:].equals(same[:1100])
-    assert not load(tmp_path / "d", num_documents=50, seed=1).train.with_format("arrow")[:].equals(same[:50])
+    short = {"log_mean_tokens": 3.0, "max_tokens": 64}
+    same = load(tmp_path / "a", num_documents=1200, **short).train.with_format("arrow")
+    assert load(tmp_path / "c", num_documents=1100, **short).train.with_format("arrow")[:].equals(same[:1100])
+    assert not load(tmp_path / "d", num_documents=50, seed=1, **short).train.with_format("arrow")[:].equals(same[:50])
     assert same[1100]["origin"][0].as_py() == "synthetic:1101"
 
 

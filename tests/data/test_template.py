@@ -74,7 +74,7 @@ def trained_texts(rendered: Rendered) -> list[str]:
 def render(tiny_tokenizer: Tokenizers) -> Callable[..., Rendered]:
     """Render messages with the tokenizer of some options."""
     return lambda messages, **options: ConversationRenderer(tiny_tokenizer(**options)).render(
-        Conversation.plain(messages), "a:7"
+        Conversation(messages=messages), "a:7"
     )
 
 
@@ -162,26 +162,15 @@ def test_an_answer_that_is_not_found_or_does_not_end_is_an_error(
     assert caught.value.problem_id == problem_id
 
 
-def test_an_answer_before_any_question_is_found(render: Any) -> None:
-    assert trained_texts(render(ANSWER_ALONE)) == ["Yo<|im_end|>"]
-
-
-def test_a_template_that_is_not_jinja_is_a_wrong_request(render: Any) -> None:
-    with pytest.raises(RequestError, match=r"not valid Jinja: line 2: .*model\.chat_template=FILE"):
+def test_a_broken_template_and_none_are_wrong_requests(render: Any, tiny_tokenizer: Tokenizers) -> None:
+    with pytest.raises(RequestError, match="line 2") as broken:
         render(talk("Hi", "Yo"), template="{{ 1 }}\n{% for %}")
-
-
-def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenizers) -> None:
+    assert broken.value.problem_id == "chat-template-broken"
     tokenizer = tiny_tokenizer(template=None)
     assert template_hash(tokenizer) is None
-    with pytest.raises(RequestError, match=r"model\.chat_template=chatml") as error:
+    with pytest.raises(RequestError) as missing:
         require_template(tokenizer)
-    assert error.value.problem_id == "tokenizer-no-template"
-
-
-def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
-    prompt = ConversationRenderer(tiny_tokenizer()).prompt(Conversation.plain(talk("Hi")))
-    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert missing.value.problem_id == "tokenizer-no-template"
 
 
 DROPS_SYSTEM = """\
@@ -224,7 +213,7 @@ TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("as
     ("template", "messages", "message"),
     [
         (DROPS_SYSTEM, SYSTEM, r"turn 1 \(system\): 'Answer in French.'"),
-        # What is left out stands elsewhere in the text.
+        # The missing text stands elsewhere.
         (DROPS_SYSTEM, turns_of(("system", "hi"), ("user", "hi"), ("assistant", "hi")), r"turn 1 \(system\): 'hi'"),
         (DROPS_TOOLS, TOOL, r"turn 3 \(tool\): 'rain'"),
         (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"turn 1 \(user\): 'Rain\?'"),
@@ -246,10 +235,10 @@ def test_what_a_template_leaves_out_is_an_error(
     renderer = ConversationRenderer(tiny_tokenizer(template=template))
     if is_everything and len(messages) == 4 and template == DROPS_REASONING:
         # Of an earlier answer: by design, and counted.
-        assert renderer.whole(Conversation.plain(messages), "a:7").leaves_out
+        assert renderer.render(Conversation(messages=messages), "a:7", has_spans=False).leaves_out
         return
     with pytest.raises(DataError, match=message) as caught:
-        (renderer.whole if is_everything else renderer.render)(Conversation.plain(messages), "a:7")
+        renderer.render(Conversation(messages=messages), "a:7", has_spans=not is_everything)
     assert caught.value.problem_id == "template-leaves-out"
 
 
@@ -271,7 +260,9 @@ def test_what_a_template_leaves_out_is_an_error(
 def test_what_a_template_only_writes_in_another_way_is_there(
     tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]]
 ) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(Conversation.plain(messages), "a:7")
+    rendered = ConversationRenderer(tiny_tokenizer(template=template)).render(
+        Conversation(messages=messages), "a:7", has_spans=False
+    )
     assert not rendered.leaves_out
 
 
@@ -295,14 +286,14 @@ def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
     with pytest.raises(DataError, match=r"this prompt: .* turn 1 \(system\)"):
-        renderer.prompt(Conversation.plain(SYSTEM[:2]))
+        renderer.prompt(Conversation(messages=SYSTEM[:2]))
 
 
 def test_an_end_token_inside_an_answer_does_not_end_it(tiny_tokenizer: Tokenizers) -> None:
     for template in (CHATML, CHATML_WITH_MARKERS):
         renderer = ConversationRenderer(tiny_tokenizer(template=template))
         messages = talk("a <|im_end|> b", "c <|im_end|> d", "e", "<|im_end|>")
-        rendered = renderer.render(Conversation.plain(messages), "a:1")
+        rendered = renderer.render(Conversation(messages=messages), "a:1")
         text, spans = renderer.special.show(rendered.text, rendered.spans)
         assert [text[start:end] for start, end in spans] == ["c <|im_end|> d<|im_end|>", "<|im_end|><|im_end|>"]
         assert rendered.special == "<|im_end|>"
@@ -318,7 +309,9 @@ def test_a_template_writes_the_date_that_is_set_and_not_todays(
     for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
         assert writes_date(tokenizer)
-        text = ConversationRenderer(tokenizer).whole(Conversation.plain(talk("Hi", "Yo")), "a:1").text
+        text = (
+            ConversationRenderer(tokenizer).render(Conversation(messages=talk("Hi", "Yo")), "a:1", has_spans=False).text
+        )
         assert text.startswith(f"Today: {written}\n")
         # Through transformers itself, as the harness renders, too.
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (

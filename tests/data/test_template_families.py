@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.errors import DataError, RequestError
 from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.tokenizer import load_tokenizer
+
+from .conftest import write_tokenizer
 
 TOOLS = [
     {
@@ -82,22 +84,24 @@ CONTROL = rf"<\|[a-zA-Z_]+\|>|<{BAR}[^{BAR}]*{BAR}>|</?[a-z_]+_of_[a-z]+>"
 Family = Callable[..., Any]
 
 
-@pytest.fixture
-def family(tokenizer_folder: Callable[..., Path]) -> Family:
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """The tokenizer of a family: a token for each byte and for each control token that the template writes."""
 
+    @cache
     def make(name: str) -> Any:
         base = name.removesuffix("_training")
         template = read_chat_template(f"trl:{name}")
-        control = {*re.findall(CONTROL, template), ENDS[base]}
-        more = MORE_ENDS.get(base, [])
-        special = ("<|pad|>", *sorted(control))
-        folder = tokenizer_folder(name, template=template, eos_token=None, special=special)
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        settings |= {"eos_token": ENDS[base]} | ({"bos_token": STARTS[base]} if base in STARTS else {})
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        special = ("<|pad|>", *sorted({*re.findall(CONTROL, template), ENDS[base]}))
+        folder = write_tokenizer(
+            tmp_path_factory.mktemp("families") / name,
+            template=template,
+            eos_token=ENDS[base],
+            bos_token=STARTS.get(base),
+            special=special,
+        )
         tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-        stops = [tokenizer.convert_tokens_to_ids(token) for token in (ENDS[base], *more)]
+        stops = [tokenizer.convert_tokens_to_ids(token) for token in (ENDS[base], *MORE_ENDS.get(base, []))]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
         return tokenizer
 
@@ -140,29 +144,19 @@ TRAINING_FAMILIES = (
 )  # fmt: skip
 
 
+OFTEN = ("qwen2_5", "qwen3", "llama3_2", "qwen3_training", "deepseekv3_training")
+
+
+def some_nightly(*names: str) -> list[Any]:
+    """The names, of which those that are not in OFTEN are tested in the nightly run."""
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
 # Answers whose letters stand elsewhere in what templates write.
-SHORT = (
-    ">",
-    "<",
-    "|",
-    "e",
-    "end",
-    "im",
-    "_",
-    "turn",
-    "id",
-    "user",
-    "assistant",
-    "think",
-    "</",
-    "0",
-    "return",
-    "Hi",
-    "</s",
-)
+SHORT = (">", "|", "e", "end", "im", "_", "turn", "user", "think", "</", "return", "Hi", "</s")
 
 
-@pytest.mark.parametrize("name", [*PLAIN_FAMILIES, *(f"{name}_training" for name in TRAINING_FAMILIES)])
+@pytest.mark.parametrize("name", some_nightly(*PLAIN_FAMILIES, *(f"{name}_training" for name in TRAINING_FAMILIES)))
 def test_an_answer_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
     tokenizer = family(name)
 
@@ -178,9 +172,7 @@ def test_an_answer_is_found_whatever_its_letters_are(name: str, family: Family) 
         assert trained(answer) == [text.replace("zqzq", answer) for text in usual], answer
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5_training", "qwen3_training", "glm4moe_training", "gptoss_training", "llama3_2"]
-)
+@pytest.mark.parametrize("name", some_nightly("qwen3_training", "glm4moe_training", "gptoss_training", "llama3_2"))
 def test_a_call_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
     tokenizer = family(name)
 
@@ -192,11 +184,11 @@ def test_a_call_is_found_whatever_its_letters_are(name: str, family: Family) -> 
 
     usual = trained("zqzq")
     assert any("zqzq" in text for text in usual)
-    for tool in ("end", "im", "call", "e", "user", "function", "name"):
+    for tool in ("end", "im", "call", "e", "function"):
         assert trained(tool) == [text.replace("zqzq", tool) for text in usual], tool
 
 
-@pytest.mark.parametrize("name", PLAIN_FAMILIES)
+@pytest.mark.parametrize("name", some_nightly(*PLAIN_FAMILIES))
 def test_tokens_of_a_plain_chat_are_those_of_transformers(name: str, family: Family) -> None:
     tokenizer = family(name)
     ids, mask, encoder = encode(tokenizer, PLAIN)
@@ -207,9 +199,9 @@ def test_tokens_of_a_plain_chat_are_those_of_transformers(name: str, family: Fam
     assert len(trained) == 2 or encoder.counts.notes[REWRITTEN]
 
 
-@pytest.mark.parametrize("name", TRAINING_FAMILIES)
+@pytest.mark.parametrize("name", some_nightly(*(f"{name}_training" for name in TRAINING_FAMILIES)))
 def test_tokens_and_masks_of_training_templates_are_those_of_transformers(name: str, family: Family) -> None:
-    tokenizer = family(f"{name}_training")
+    tokenizer = family(name)
     ids, mask, encoder = encode(tokenizer, PLAIN)
     theirs = expected(tokenizer, PLAIN, return_assistant_tokens_mask=True)
     assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
@@ -217,7 +209,7 @@ def test_tokens_and_masks_of_training_templates_are_those_of_transformers(name: 
     assert sum(mask) > len(b"Hello.See you.")
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"])
+@pytest.mark.parametrize("name", some_nightly("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"))
 def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family: Family) -> None:
     tokenizer = family(name)
     ids, mask, encoder = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
@@ -231,9 +223,9 @@ def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family:
     assert not any(word in text for text in trained for word in ("sky", "its name", "How is", "Thanks"))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "glm4moe"])
+@pytest.mark.parametrize("name", some_nightly("qwen3_training", "glm4moe_training"))
 def test_masks_of_calls_are_those_of_the_training_templates(name: str, family: Family) -> None:
-    tokenizer = family(f"{name}_training")
+    tokenizer = family(name)
     ids, mask, _ = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
     theirs = expected(tokenizer, WITH_TOOLS, tools=TOOLS, return_assistant_tokens_mask=True)
     assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
@@ -255,16 +247,6 @@ def test_of_harmony_only_turns_that_end_as_in_generation_are_trained_on(family: 
     ids, mask, encoder = encode(tokenizer, last, tools=TOOLS)
     theirs = expected(tokenizer, last, tools=TOOLS, return_assistant_tokens_mask=True)
     assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
-
-
-def test_a_training_template_keeps_the_reasoning_of_every_answer(family: Family) -> None:
-    tokenizer = family("qwen3_training")
-    ids, mask, encoder = encode(tokenizer, REASONED)
-    theirs = expected(tokenizer, REASONED, return_assistant_tokens_mask=True)
-    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
-    trained = "".join(texts(tokenizer, ids, mask))
-    assert "Two and two." in trained and "Four and one." in trained
-    assert not encoder.counts.notes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss"])
@@ -316,23 +298,18 @@ TEXT_AND_CALL = [WITH_TOOLS[0], {"role": "assistant", "content": "I look.", "too
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "problem_id"),
+    ("name", "messages", "problem_id"),
     [
-        ("llama3", WITH_TOOLS, TOOLS, "template-without-tools"),
-        ("llama3", WITH_TOOLS, None, "template-without-tools"),
-        ("gptoss", TWO_CALLS, TOOLS, "template-without-tools"),
-        ("llama3_2", TEXT_AND_CALL, TOOLS, "template-leaves-out"),
-        ("llama3_2", TWO_CALLS, TOOLS, "chat-template-refuses"),
-        ("deepseek_r1_distill", WITH_TOOLS[:2], TOOLS, "template-without-tools"),
-        ("glm4moe", PLAIN, None, "eos-not-trained"),
-        ("deepseekv3", PLAIN, None, "assistant-not-found"),
+        ("gptoss", TWO_CALLS, "template-without-tools"),
+        ("llama3_2", TEXT_AND_CALL, "template-leaves-out"),
+        ("llama3_2", TWO_CALLS, "chat-template-refuses"),
     ],
 )
-def test_what_a_template_does_not_write_of_tools_is_refused(
-    name: str, messages: list[dict[str, Any]], tools: Any, problem_id: str, family: Family
+def test_calls_that_a_template_does_not_write_are_refused(
+    name: str, messages: list[dict[str, Any]], problem_id: str, family: Family
 ) -> None:
     with pytest.raises(DataError, match=r"^a:1: ") as caught:
-        encode(family(name), messages, tools=tools)
+        encode(family(name), messages, tools=TOOLS)
     assert (caught.value.problem_id, caught.value.exit_code) == (problem_id, 4)
 
 
@@ -352,9 +329,7 @@ def test_a_turn_of_reasoning_alone_cannot_lose_it(family: Family) -> None:
     messages = [PLAIN[0], {"role": "assistant", "content": "<think>Hm.</think>"}]
     tokenizer = family("qwen2_5")
     assert "Hm." in "".join(texts(tokenizer, *encode(tokenizer, messages)[:2]))
-    with pytest.raises(
-        DataError, match=r"^a:1: turn 2 \(assistant\) is reasoning alone, of which dataset.reasoning=drop"
-    ):
+    with pytest.raises(DataError, match=r"^a:1: turn 2 .*dataset\.reasoning=drop"):
         encode(tokenizer, messages, reasoning=Reasoning.drop)
 
 
@@ -363,17 +338,16 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
     tokenizer = load_tokenizer(ModelConfig(path=folder, chat_template="training"))
     assert tokenizer.chat_template == read_chat_template("trl:qwen3_training")
     own = load_tokenizer(ModelConfig(path=family("llama3_2").name_or_path)).chat_template
-    with pytest.raises(RequestError, match=r"no training version of this tokenizer's template.*qwen3"):
+    with pytest.raises(RequestError, match="qwen3"):
         read_chat_template("training", own)
-    with pytest.raises(RequestError, match=r"no template 'qwen9'.*It has: "):
+    with pytest.raises(RequestError, match="qwen9"):
         read_chat_template("trl:qwen9")
 
 
-def test_a_token_before_the_answer_does_not_end_it(family: Family, tokenizer_folder: Callable[..., Path]) -> None:
+def test_a_token_before_the_answer_does_not_end_it(tiny_tokenizer: Callable[..., Any]) -> None:
     """GLM writes `</think>` before the answer."""
     template = read_chat_template("trl:glm4moe")
     special = ("<|pad|>", "<|endoftext|>", "</think>", *sorted(set(re.findall(CONTROL, template))))
-    folder = tokenizer_folder("glm", template=template, eos_token="<|endoftext|>", special=special)
-    with pytest.raises(DataError, match="before the answer ends") as error:
-        encode(load_tokenizer(ModelConfig(path=str(folder), eos_token="</think>")), PLAIN)
+    with pytest.raises(DataError) as error:
+        encode(tiny_tokenizer(template=template, eos_token="</think>", special=special), PLAIN)
     assert error.value.problem_id == "eos-not-trained"

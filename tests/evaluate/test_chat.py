@@ -32,6 +32,8 @@ from tunebook.evaluate.target import Target
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
 from tunebook.record.manifest import system_prompt_hash
 
+from ..data.conftest import chat_row
+
 Models = Callable[..., PreTrainedModel]
 Chats = Callable[..., Chat]
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
@@ -116,8 +118,8 @@ def test_a_prompt_is_encoded_as_in_training(
 ) -> None:
     turns = [{"role": "user", "content": "Reverse the order: rain key chair"}]
     answered = [*turns, {"role": "assistant", "content": "chair key rain"}]
-    row: dict[str, Any] = {"messages": [{**one, "train": one["role"] == "assistant"} for one in answered]}
-    (document,) = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode([{**row, "origin": "x"}])
+    row = chat_row(answered)
+    (document,) = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode([row])
     prompt = chat_of("apple")._encode(turns)
     assert document.input_ids[: len(prompt)] == prompt
     assert all(label == -100 for label in document.labels[: len(prompt)])

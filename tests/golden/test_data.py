@@ -6,6 +6,7 @@ documents that were once misread, with what `tunebook data` answers.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from hashlib import sha256
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from rich.console import Console
 
 from tests.golden.record import check, read
-from tunebook.cli.app import app
 from tunebook.config.choices import Format, TrainOn
+from tunebook.config.compose import compose
 from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.encode import Encoder
 from tunebook.data.formats import FormatSettings, Normalizer
+from tunebook.data.prepare import prepare
+from tunebook.data.view import show_prepared
 from tunebook.errors import TunebookError
 from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer import load_tokenizer
 
 from ..data.test_docs import examples
 from ..data.test_template_families import (
@@ -84,39 +88,33 @@ def test_templates(family: Family, tiny_tokenizer: Callable[..., Any]) -> None:
 
 
 def samples(output: str) -> str:
-    """What `tunebook data` shows of its documents."""
+    """The documents that `tunebook data` shows."""
     _, _, text = output.partition("[[in double brackets]]\n")
     text, _, _ = text.partition("prepared data: ")
     return "\n".join(line.strip("─ ") for line in text.splitlines() if line.strip("─ "))
 
 
-@pytest.fixture
-def answer(
-    tmp_path: Path, tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
-    """Run `tunebook data` on a case of `cases.yaml`."""
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
-
-    def run(name: str, case: dict[str, Any]) -> dict[str, Any]:
-        template = case.get("template")
-        options = {"template": template} if template else {}
-        folder = tokenizer_folder(name, **options)
-        (folder / "config.json").write_text(json.dumps(CONFIG | case.get("config", {})))
-        (folder / case["file"]).write_text(case["documents"])
-        monkeypatch.chdir(folder)
-        words = ["model=hub", "model.path=.", "model.weights=random", "training.global_samples=2",
+def answer(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """What `tunebook data` answers to a case of `cases.yaml`, whose model is in the folder."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | case.get("config", {})))
+    (folder / case["file"]).write_text(case["documents"])
+    overrides = ["model=hub", "model.path=.", "model.weights=random", "training.global_samples=2",
                  "training.max_length=2048", "dataset.num_workers=1", *case["words"]]  # fmt: skip
-        ended = CliRunner().invoke(app, ["data", *words, "--samples", "9"])
-        error = ended.exception if isinstance(ended.exception, TunebookError) else None
-        if error is None and ended.exit_code:
-            raise AssertionError(ended.output) from ended.exception
-        found = {"exit": error.exit_code, "id": error.problem_id} if error else {"exit": 0}
-        text = samples(ended.output)
-        return {**case, "answer": found | ({"shown": text} if text else {})}
+    config, output = compose(None, overrides, []).config, io.StringIO()
+    try:
+        prepared = prepare(config)
+    except TunebookError as error:
+        return {"exit": error.exit_code, "id": error.problem_id}
+    tokenizer = load_tokenizer(config.model) if prepared.tokenizer_sha256 is not None else None
+    show_prepared(prepared, tokenizer, Console(file=output, width=160), num_samples=9)
+    return {"exit": 0, "shown": samples(output.getvalue())}
 
-    return run
 
-
-def test_cases(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
-    check("cases", {name: answer(name, case) for name, case in read("cases").items()})
+def test_cases(tmp_path: Path, tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    found = {}
+    for name, case in read("cases").items():
+        folder = tokenizer_folder(name, **({"template": case["template"]} if case.get("template") else {}))
+        monkeypatch.chdir(folder)
+        found[name] = {**case, "answer": answer(folder, case)}
+    check("cases", found)

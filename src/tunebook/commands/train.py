@@ -23,7 +23,7 @@ from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
-from tunebook.data.view import show_summary
+from tunebook.data.view import summary_lines
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
 from tunebook.launch.local import join_run
@@ -97,7 +97,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     clock.passed("checks")
     prepared = prepare_data(config, console)
     clock.passed("data")
-    show_summary(prepared, console)
+    print_lines(summary_lines(prepared), console)
     plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
     print_lines(batch_lines(plan), console)
     resumed = folder or unfinished_run(config, lambda text: print_text(text, console))

@@ -2,27 +2,30 @@
 
 A batch is counted in documents (`training.global_samples`) or tokens (`training.global_tokens`), never in rows, so that
 packing, the number of GPUs and their memory do not change the documents of an optimizer step. Before the data is
-prepared, lengths are estimated from the data set's facts, and the plan says so; afterwards they are exact.
+prepared, lengths are estimated from the data set's facts (`dataset.num_documents`, `mean_tokens`), as the plan says;
+afterwards they are exact. The lengths of generated documents are drawn as `data.synthetic` draws them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tunebook.config.choices import PackingMode
-from tunebook.config.schema import RunConfig, data_ranks, world_size
-from tunebook.data.mean_length import count_documents, longest_document, mean_tokens
+from tunebook.config.choices import PackingMode, Source
+from tunebook.config.schema import RunConfig, SyntheticConfig, data_ranks, world_size
 from tunebook.data.packing import Lengths, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, epoch_order
-from tunebook.errors import RequestError
+from tunebook.data.synthetic import draw_lengths
+from tunebook.errors import RequestError, counted
 from tunebook.model.flops import attended_length_tokens
 
 # Default for padded rows per pass: as many as stay within this many tokens at full length.
 PADDED_TOKENS_PER_PASS = 8192
+_MOST_DRAWN = 100_000  # lengths of generated documents, in about 20 ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +71,88 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
 
     Shapes: `lengths` (num_documents,). Raises: RequestError for fewer documents than a step has.
     """
-    samples = config.training.global_samples
+    training, samples, ranks = config.training, config.training.global_samples, data_ranks(config)
     if lengths is not None and samples is not None and len(lengths) < samples:
-        there = f"{len(lengths)} documents there are" if len(lengths) != 1 else "1 document there is"
         raise RequestError(
-            f"training.global_samples={samples} is more than the {there}; take a smaller number, or fewer GPUs "
-            "(hardware.gpus_per_node) if there are more GPUs than documents",
+            f"training.global_samples={samples} is more than the {counted(len(lengths), 'document')} there are; take a "
+            "smaller number, or fewer GPUs (hardware.gpus_per_node) if there are more GPUs than documents",
             problem_id="batch-larger-than-data",
         )
-    if config.packing.mode is PackingMode.isolated:
-        return _packed(config, lengths)
-    return _padded(config, lengths)
+    is_packed = config.packing.mode is PackingMode.isolated
+    micro = training.micro_batch_size or 1
+    if training.micro_batch_size is None and not is_packed:
+        assert samples is not None
+        micro = largest_micro_batch(samples // ranks, training.max_length)
+    num_documents = len(lengths) if lengths is not None else count_documents(config)
+    mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
+    num_steps: int | None = None
+    if samples is not None:
+        documents: float | None = float(samples)
+    elif lengths is not None:
+        num_steps = len(cut_into_steps(epoch_order(len(lengths), training.seed, 0), lengths, _step_size(config)))
+        documents = len(lengths) / num_steps
+    else:
+        tokens = (training.global_tokens or 0) // row_length(config) * row_length(config)
+        documents = tokens / mean if mean else None
+    if num_steps is None and num_documents is not None and documents:
+        num_steps = math.ceil(num_documents / documents)
+    total = training.max_steps
+    if total is None and num_steps is not None:
+        total = max(1, math.ceil(num_steps * training.num_epochs))
+    rows, longest = _rows_per_step(config, lengths, ranks * micro, num_steps, total)
+    return BatchPlan(
+        global_samples=samples,
+        global_tokens=training.global_tokens,
+        world_size=world_size(config),
+        sequence_group_size=config.parallelism.sequence_group_size,
+        micro_batch_size=micro,
+        accumulation=rows // (ranks * micro) if rows is not None else None,
+        rows_per_step=rows,
+        row_length=row_length(config),
+        is_packed=is_packed,
+        is_estimate=lengths is None,
+        documents_per_step=documents,
+        tokens_per_step=documents * mean if documents and mean else None,
+        num_documents=num_documents,
+        steps_per_epoch=num_steps,
+        total_steps=total,
+        attended_length=attended_length_tokens(lengths.tolist()) if lengths is not None else None,
+        padding_share=_padding_share(config, lengths, micro) if lengths is not None else None,
+        longest_row=longest,
+    )
+
+
+def _rows_per_step(
+    config: RunConfig, lengths: Lengths | None, unit: int, num_steps: int | None, total_steps: int | None
+) -> tuple[int | None, int | None]:
+    """The rows of an optimizer step, in multiples of `unit`, and the tokens of the longest one; None if unknown."""
+    training, length = config.training, row_length(config)
+    samples = training.global_samples
+    if training.global_tokens is not None:  # fills rows almost completely
+        return training.global_tokens // length, None if lengths is None else length
+    assert samples is not None
+    if config.packing.mode is not PackingMode.isolated:
+        return samples, None if lengths is None else int(lengths.max(initial=0))
+    if lengths is None:
+        mean = mean_tokens(config)
+        if samples <= unit * (length // max(1, longest_document(config))):
+            return unit, None  # one pass: even the longest documents fit into it
+        return None if mean is None else max(1, math.ceil(samples * min(mean, length) / length / unit)) * unit, None
+    assert num_steps is not None and total_steps is not None
+    # All epochs of the run, so that no step needs more rows than planned.
+    orders = (epoch_order(len(lengths), training.seed, epoch) for epoch in range(math.ceil(total_steps / num_steps)))
+    steps = [lengths[step] for order in orders for step in cut_into_steps(order, lengths, _step_size(config))]
+    rows = min(rows_needed(steps, length, unit), math.ceil(samples / unit) * unit)
+    return rows, max(longest_row(step, rows) for step in steps[:total_steps])
+
+
+def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
+    """The share of padding in one epoch if each pass is as wide as its longest document; 0 for packed rows."""
+    if config.packing.mode is PackingMode.isolated or not len(lengths):
+        return 0.0
+    order = lengths[epoch_order(len(lengths), config.training.seed, 0)]
+    width = np.maximum.reduceat(order, np.arange(0, len(order), micro)).sum() * micro
+    return 1.0 - float(order.sum() / width)
 
 
 def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedule:
@@ -114,116 +188,35 @@ def _step_size(config: RunConfig) -> StepSize:
     return StepSize(tokens=training.global_tokens, row_length=row_length(config))
 
 
-def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
-    training = config.training
-    ranks, micro, length = data_ranks(config), training.micro_batch_size or 1, row_length(config)
-    if training.global_tokens is not None:
-        rows = training.global_tokens // length
-        if lengths is None:
-            return _plan(config, micro=micro, rows=rows, documents=_mean_documents(config, rows * length), lengths=None)
-        steps = cut_into_steps(epoch_order(len(lengths), training.seed, 0), lengths, _step_size(config))
-        documents = len(lengths) / len(steps)
-        plan = _plan(config, micro=micro, rows=rows, documents=documents, lengths=lengths, num_steps=len(steps))
-        return replace(plan, longest_row=length)  # rows are filled almost completely
-    samples = training.global_samples
-    assert samples is not None
-    if lengths is None:
-        estimated = _estimated_rows(config, samples, ranks * micro, length)
-        return _plan(config, micro=micro, rows=estimated, documents=float(samples), lengths=None)
-    size = _step_size(config)
-    orders = (epoch_order(len(lengths), training.seed, epoch) for epoch in range(_epochs_to_look_at(config, lengths)))
-    steps = [lengths[step] for order in orders for step in cut_into_steps(order, lengths, size)]
-    rows = rows_needed(steps, length, ranks * micro)
-    rows = min(rows, math.ceil(samples / (ranks * micro)) * ranks * micro)
-    per_epoch = math.ceil(len(lengths) / samples)
-    plan = _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=per_epoch)
-    return replace(plan, longest_row=max(longest_row(step, rows) for step in steps[: plan.total_steps]))
+def longest_document(config: RunConfig) -> int:
+    """Tokens that no document of the data exceeds: `training.max_length`, or less if generated ones are shorter."""
+    longest, dataset = config.training.max_length, config.dataset
+    return min(longest, dataset.synthetic.max_tokens) if dataset.source is Source.synthetic else longest
 
 
-def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:
-    """The number of epochs to check, which is all of the run's, so that no step is wider than planned."""
-    samples = config.training.global_samples or 1
-    if config.training.max_steps is not None:
-        return max(1, math.ceil(config.training.max_steps / math.ceil(len(lengths) / samples)))
-    return max(1, math.ceil(config.training.num_epochs))
-
-
-def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
-    training, samples = config.training, config.training.global_samples
-    assert samples is not None
-    plan = _plan(
-        config,
-        micro=training.micro_batch_size or largest_micro_batch(samples // data_ranks(config), training.max_length),
-        rows=samples,
-        documents=float(samples),
-        lengths=lengths,
-        num_steps=math.ceil(len(lengths) / samples) if lengths is not None else None,
-    )
-    return plan if lengths is None else replace(plan, longest_row=int(lengths.max(initial=0)))
-
-
-def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> int | None:
-    """Rows for a step of average documents; the exact number is known once the data is prepared.
-
-    One pass (`unit`) if even the longest documents fit into it.
-    """
-    if samples <= unit * (length // max(1, longest_document(config))):
-        return unit
-    mean = mean_tokens(config)
-    if mean is None:
+def mean_tokens(config: RunConfig) -> float | None:
+    """Mean tokens of a document that is cut to `training.max_length`; None if unknown."""
+    dataset, longest = config.dataset, config.training.max_length
+    if dataset.mean_tokens is not None:
+        return min(dataset.mean_tokens, longest)  # the facts are of uncut documents
+    if dataset.source is not Source.synthetic:
         return None
-    tokens = samples * min(mean, length)
-    return max(1, math.ceil(tokens / length / unit)) * unit
+    drawn = dataset.synthetic
+    num_documents = min(drawn.num_documents, dataset.max_documents or drawn.num_documents, _MOST_DRAWN)
+    return float(np.minimum(_drawn_lengths(tuple(asdict(drawn).items()), num_documents), longest).mean())
 
 
-def _mean_documents(config: RunConfig, tokens: float) -> float | None:
-    mean = mean_tokens(config)
-    return tokens / mean if mean else None
+def count_documents(config: RunConfig) -> int | None:
+    """Documents of an epoch, without those held out; None if unknown."""
+    dataset = config.dataset
+    num_documents = dataset.num_documents
+    if num_documents is None and dataset.source is Source.synthetic:
+        num_documents = dataset.synthetic.num_documents
+    if num_documents is None:
+        return None
+    return max(1, round(min(num_documents, dataset.max_documents or num_documents) * (1 - dataset.validation_share)))
 
 
-def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
-    """The share of padding in one epoch if each pass is as wide as its longest document; 0 for packed rows."""
-    if config.packing.mode is PackingMode.isolated or not len(lengths):
-        return 0.0
-    order = lengths[epoch_order(len(lengths), config.training.seed, 0)]
-    width = np.maximum.reduceat(order, np.arange(0, len(order), micro)).sum() * micro
-    return 1.0 - float(order.sum() / width)
-
-
-def _plan(
-    config: RunConfig,
-    *,
-    micro: int,
-    rows: int | None,
-    documents: float | None,
-    lengths: Lengths | None,
-    num_steps: int | None = None,
-) -> BatchPlan:
-    training = config.training
-    ranks = data_ranks(config)
-    num_documents = len(lengths) if lengths is not None else count_documents(config)
-    mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
-    if num_steps is None and num_documents is not None and documents:
-        num_steps = math.ceil(num_documents / documents)
-    total = training.max_steps
-    if total is None and num_steps is not None:
-        total = max(1, math.ceil(num_steps * training.num_epochs))
-    return BatchPlan(
-        global_samples=training.global_samples,
-        global_tokens=training.global_tokens,
-        world_size=world_size(config),
-        sequence_group_size=config.parallelism.sequence_group_size,
-        micro_batch_size=micro,
-        accumulation=rows // (ranks * micro) if rows is not None else None,
-        rows_per_step=rows,
-        row_length=row_length(config),
-        is_packed=config.packing.mode is PackingMode.isolated,
-        is_estimate=lengths is None,
-        documents_per_step=documents,
-        tokens_per_step=documents * mean if documents and mean else None,
-        num_documents=num_documents,
-        steps_per_epoch=num_steps,
-        total_steps=total,
-        attended_length=attended_length_tokens(lengths.tolist()) if lengths is not None else None,
-        padding_share=_padding_share(config, lengths, micro) if lengths is not None else None,
-    )
+@lru_cache(maxsize=8)
+def _drawn_lengths(settings: tuple[tuple[str, Any], ...], num_documents: int) -> Lengths:
+    return draw_lengths(SyntheticConfig(**dict(settings)), num_documents)

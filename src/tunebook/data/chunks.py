@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from tunebook.config.choices import BadDocuments, Overlong
@@ -23,10 +22,9 @@ from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.encode import Document, Encoder
 from tunebook.data.prepared import PartCounts
-from tunebook.data.problems import Skipped
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
-from tunebook.processes import own_cores
+from tunebook.processes import die_with_parent, own_cores
 
 if TYPE_CHECKING:
     import datasets
@@ -49,14 +47,13 @@ def fit(document: Document, max_length: int, overlong: Overlong) -> list[Documen
         return [document]
     if overlong is Overlong.drop:
         return []
-    last_start = num_tokens if overlong is Overlong.split else 1
-    return [_piece(document, start, max_length) for start in range(0, last_start, max_length)]
-
-
-def _piece(document: Document, start: int, length: int) -> Document:
-    """Some tokens of a document as a document of its own, whose first token nothing predicts."""
-    end = start + length
-    return Document(document.input_ids[start:end], [IGNORED_LABEL, *document.labels[start + 1 : end]])
+    pieces = []
+    for start in range(0, num_tokens if overlong is Overlong.split else 1, max_length):
+        end = start + max_length
+        # Nothing predicts the first token of a piece.
+        labels = [IGNORED_LABEL, *document.labels[start + 1 : end]]
+        pieces.append(Document(document.input_ids[start:end], labels))
+    return pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +117,9 @@ class ChunkEncoder:
         self._documents = documents.with_format("arrow")
         if settings.tokenizer is not None and settings.template_date is not None:
             fix_template_date(settings.tokenizer, settings.template_date)
-        dataset = settings.dataset
+        data = settings.dataset
         self._encoder = Encoder(
-            settings.kind,
-            dataset.train_on,
-            settings.tokenizer,
-            dataset.special_tokens_in_content,
-            dataset.reasoning,
+            settings.kind, data.train_on, settings.tokenizer, data.special_tokens_in_content, data.reasoning
         )
 
     def encode(self, chosen: range) -> Chunk:
@@ -139,7 +132,12 @@ class ChunkEncoder:
             if self.settings.dataset.bad_documents is BadDocuments.refuse:
                 raise
             counts = self._encoder.counts = PartCounts()
-            documents = self._encode_one_by_one(rows, counts)
+            documents = []
+            for row in rows:
+                try:
+                    documents += self._encode([row])
+                except DataError as error:
+                    counts.skipped.add(error.message.removeprefix(f"{row['origin']}: "), row["origin"])
         kept = [piece for document in documents for piece in self._fit(document, counts)]
         counts.num_read, counts.num_documents = len(documents), len(kept)
         counts.num_tokens = sum(len(document.input_ids) for document in kept)
@@ -148,11 +146,8 @@ class ChunkEncoder:
         return Chunk(batch=_to_batch(kept), counts=counts)
 
     def _encode(self, rows: list[Row]) -> list[Document]:
-        documents, max_length, vocab_size = (
-            self._encoder.encode(rows),
-            self.settings.max_length,
-            self.settings.vocab_size,
-        )
+        max_length, vocab_size = self.settings.max_length, self.settings.vocab_size
+        documents = self._encoder.encode(rows)
         for row, document in zip(rows, documents, strict=True):
             if self.settings.dataset.overlong is Overlong.refuse and len(document.input_ids) > max_length:
                 raise DataError(
@@ -167,17 +162,6 @@ class ChunkEncoder:
                     "it was made with another model's tokenizer. Name the model's own (model.tokenizer=null)",
                     problem_id="token-outside-vocabulary",
                 )
-        return documents
-
-    def _encode_one_by_one(self, rows: list[Row], counts: PartCounts) -> list[Document]:
-        documents, skipped = [], Skipped()
-        for row in rows:
-            try:
-                documents += self._encode([row])
-            except DataError as error:
-                skipped.add(error.message.removeprefix(f"{row['origin']}: "), row["origin"])
-        counts.skipped.update(skipped.reasons)
-        counts.first |= skipped.first
         return documents
 
     def _fit(self, document: Document, counts: PartCounts) -> list[Document]:
@@ -217,16 +201,8 @@ def _start_worker(settings: ChunkSettings, documents: datasets.Dataset) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    die_with_parent()  # or workers of a killed parent wait for work forever
     _worker_encoder = ChunkEncoder(settings, documents)
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, which would wait for work forever."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _encode_in_worker(chosen: range) -> Chunk:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from tunebook.config.choices import Reasoning
 from tunebook.data.corpus import Row
-from tunebook.data.turns import REASONING_KEYS
+from tunebook.data.turns import REASONING_KEYS, texts_in
 
 Messages = Sequence[dict[str, Any]]
 Map = Callable[[str], str]
@@ -35,22 +35,13 @@ class Conversation:
 
     @staticmethod
     def of(row: Row) -> Conversation:
-        """The conversation of a corpus row, whose details are JSON text."""
-        messages = [
-            {key: turn[key] for key in ("role", "content", "train")} | json.loads(turn.get("details") or "{}")
-            for turn in row["messages"]
-        ]
-        tools, kwargs = row.get("tools"), row.get("template_kwargs")
+        """The conversation of a corpus row, whose columns are JSON text."""
+        tools, kwargs = row["tools"], row["template_kwargs"]
         return Conversation(
-            messages=messages,
+            messages=json.loads(row["messages"]),
             tools=json.loads(tools) if tools else None,
             template_kwargs=json.loads(kwargs) if kwargs else {},
         )
-
-    @staticmethod
-    def plain(messages: Messages) -> Conversation:
-        """A conversation of messages with texts only."""
-        return Conversation(messages=messages)
 
     def contents(self) -> list[str]:
         """What it has besides plain turns."""
@@ -60,7 +51,7 @@ class Conversation:
             "with calls of tools": any("tool_calls" in turn for turn in answers),
             "with reasoning": any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers),
         }
-        return [what for what, is_there in has.items() if is_there]
+        return [name for name, is_present in has.items() if is_present]
 
     def only(self, turn: int) -> Conversation:
         """One turn alone."""
@@ -206,7 +197,64 @@ def _mapped(value: Any, change: Map) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_mapped(one, change) for one in value]
+        return [_mapped(entry, change) for entry in value]
     if isinstance(value, dict):
-        return {change(key): _mapped(one, change) for key, one in value.items()}
+        return {change(key): _mapped(entry, change) for key, entry in value.items()}
     return value
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text of one turn, or of the tools."""
+
+    turn: int  # its index; of tools 0
+    what: Literal["content", "reasoning", "calls", "tools"]
+    text: str
+
+
+def find_missing(conversation: Conversation, text: str) -> list[Part]:
+    """The parts of a conversation that `text` does not hold; of equal parts, those of earlier answers first.
+
+    A part is written if the text holds it as often as the parts of the conversation do. White space may differ, and
+    text may be escaped as in JSON. A part that the template's own text holds too, such as `user`, counts as written.
+    """
+    parts = [part for part in _parts(conversation) if part.text.strip()]
+    texts = {part: _squeezed(part.text) for part in parts}
+    written, missing = _squeezed(text), []
+    answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
+    # The longest first: a missing part may hold shorter ones.
+    for part in sorted(parts, key=lambda part: (-len(texts[part]), part.turn not in answers[:-1])):
+        expected = sum(texts[other].count(texts[part]) for other in parts if other not in missing)
+        escaped = _squeezed(json.dumps(part.text.strip(), ensure_ascii=False)[1:-1])
+        found = written.count(texts[part]) + (written.count(escaped) if escaped != texts[part] else 0)
+        if found < expected:
+            missing.append(part)
+    return sorted(missing, key=lambda part: part.turn)
+
+
+def _parts(conversation: Conversation) -> Iterator[Part]:
+    for tool in conversation.tools or ():
+        function = tool.get("function", tool)
+        yield Part(0, "tools", function["name"])
+        yield from (Part(0, "tools", text) for text in _descriptions(function))
+    for number, turn in enumerate(conversation.messages):
+        content, reasoning = turn["content"] or "", turn.get("reasoning") or ""
+        if turn["role"] == "assistant" and not reasoning:
+            reasoning, content = split_reasoning(content)
+        yield Part(number, "reasoning", reasoning)
+        yield Part(number, "content", content)
+        for call in turn.get("tool_calls", ()):
+            yield Part(number, "calls", call["function"]["name"])
+            yield from (Part(number, "calls", text) for text in texts_in(call["function"]["arguments"]))
+
+
+def _descriptions(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("description"), str):
+            yield value["description"]
+        for entry in value.values():
+            yield from _descriptions(entry)
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())

@@ -1,16 +1,16 @@
 """The common form of the documents of all sources, and how it is written to disk in bounded memory.
 
 A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
-conversation: messages, a list of {role, content, train, details}, tools and template_kwargs (`conversation.py`); text:
-text; prompt_completion: prompt, completion; tokens: input_ids, labels. Every kind also has `origin`, such as
-`train.jsonl:17`, for messages.
+conversation: messages, tools and template_kwargs, all JSON text (`conversation.py`); text: text; prompt_completion:
+prompt, completion; tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.data.problems import Skipped
+from tunebook.data.turns import DETAILS
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
 Row = dict[str, Any]  # one document: the columns of its kind
-Progress = Callable[[int], None]  # called with the number of documents written so far
 
 IGNORED_LABEL = -100  # of a token that the loss does not count: PyTorch's cross entropy skips it
 CONTENT_HASH = "content_hash"  # a column only while a corpus is assembled
@@ -78,18 +78,15 @@ def arrow_schema(kind: CorpusKind) -> pa.Schema:
     """The columns of a kind on disk."""
     import pyarrow as pa
 
-    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("train", pa.bool_()), ("details", pa.string())])
-    columns: dict[CorpusKind, list[tuple[str, pa.DataType]]] = {
-        CorpusKind.conversation: [
-            ("messages", pa.list_(turn)),
-            ("tools", pa.string()),
-            ("template_kwargs", pa.string()),
-        ],
-        CorpusKind.text: [("text", pa.string())],
-        CorpusKind.prompt_completion: [("prompt", pa.string()), ("completion", pa.string())],
-        CorpusKind.tokens: [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))],
+    names = {
+        CorpusKind.conversation: ("messages", "tools", "template_kwargs"),
+        CorpusKind.text: ("text",),
+        CorpusKind.prompt_completion: ("prompt", "completion"),
+        CorpusKind.tokens: ("input_ids", "labels"),
     }
-    return pa.schema([*columns[kind], ("origin", pa.string()), (CONTENT_HASH, pa.uint64())])
+    column = pa.list_(pa.int32()) if kind is CorpusKind.tokens else pa.string()
+    columns = [(name, column) for name in names[kind]]
+    return pa.schema([*columns, ("origin", pa.string()), (CONTENT_HASH, pa.uint64())])
 
 
 def content_hash(row: Row, kind: CorpusKind) -> int:
@@ -100,9 +97,12 @@ def content_hash(row: Row, kind: CorpusKind) -> int:
     if kind is CorpusKind.tokens:
         return hash_bytes(array("i", row["input_ids"]).tobytes())
     if kind is CorpusKind.conversation:
-        turns = [turn for turn in row["messages"] if turn["role"] != "system"]
-        pieces = [turn[key] for turn in turns for key in ("role", "content", "details") if turn[key] is not None]
-        pieces += [row["tools"]] if row["tools"] else []
+        pieces = []
+        for turn in json.loads(row["messages"]):
+            if turn["role"] != "system":
+                details = {key: turn[key] for key in DETAILS if key in turn}
+                pieces += [turn["role"], turn["content"], json.dumps(details, ensure_ascii=False) if details else None]
+        pieces = [piece for piece in (*pieces, row["tools"]) if piece is not None]
     elif kind is CorpusKind.prompt_completion:
         pieces = [row["prompt"], row["completion"]]
     else:
@@ -117,7 +117,7 @@ def hash_bytes(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Progress | None = None) -> datasets.Dataset:
+def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path) -> datasets.Dataset:
     """Write documents to an Arrow file batch by batch, and open it memory-mapped."""
     import pyarrow as pa
 
@@ -127,22 +127,16 @@ def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Prog
             with_hashes = [row | {CONTENT_HASH: content_hash(row, kind)} for row in batch]
             yield pa.RecordBatch.from_pylist(with_hashes, schema=arrow_schema(kind))
 
-    return write_batches(batches(), kind, file, progress)
+    return write_batches(batches(), kind, file)
 
 
-def write_batches(
-    batches: Iterable[pa.RecordBatch], kind: CorpusKind, file: Path, progress: Progress | None = None
-) -> datasets.Dataset:
+def write_batches(batches: Iterable[pa.RecordBatch], kind: CorpusKind, file: Path) -> datasets.Dataset:
     """Write record batches of a kind's schema to an Arrow file, and open it memory-mapped."""
     import datasets
     import pyarrow as pa
 
-    num_written = 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, arrow_schema(kind)) as writer:
         for batch in batches:
             writer.write_batch(batch)
-            num_written += batch.num_rows
-            if progress is not None:
-                progress(num_written)
     return datasets.Dataset.from_file(str(file))

@@ -95,9 +95,7 @@ class Encoder:
             special_text = SpecialText.as_text if is_conversation else SpecialText.keep
         self._special_text = special_text
         if is_conversation:
-            self._renderer = self._tool_renderer = ConversationRenderer(tokenizer)
-            if isinstance(tokenizer.chat_template, dict):
-                self._tool_renderer = ConversationRenderer(tokenizer, for_tools=True)
+            self._renderer = ConversationRenderer(tokenizer)
             self._special = self._renderer.special
             return
         self._special = SpecialTokens(tokenizer)
@@ -112,15 +110,15 @@ class Encoder:
 
     def _conversations(self, rows: Sequence[Row]) -> list[Document]:
         rendered = [self._render(row) for row in rows]
-        texts = [one.text for one in rendered if one.special is None]
+        texts = [conversation.text for conversation in rendered if conversation.special is None]
         # The template writes the special tokens; a tokenizer adding its own would double them.
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         documents = []
-        for row, one in zip(rows, rendered, strict=True):
-            if one.special is None:
-                encoding, spans = next(encodings), one.spans
+        for row, conversation in zip(rows, rendered, strict=True):
+            if conversation.special is None:
+                encoding, spans = next(encodings), conversation.spans
             else:
-                encoding, spans = self._special.encode_apart(one.text, one.spans)
+                encoding, spans = self._special.encode_apart(conversation.text, conversation.spans)
             ids, origin = encoding.ids, row["origin"]
             self._refuse_two_bos(ids, origin)
             if self._everything:
@@ -128,8 +126,8 @@ class Encoder:
                 labels = all_labels(ids)
             else:
                 labels = self._labels_of_spans(ids, encoding.offsets, spans, origin)
-            self.counts.note(REWRITTEN, origin, one.num_rewritten > 0)
-            self.counts.note(LEFT_OUT, origin, one.leaves_out)
+            self.counts.note(REWRITTEN, origin, conversation.num_rewritten > 0)
+            self.counts.note(LEFT_OUT, origin, conversation.leaves_out)
             documents.append(Document(ids, labels))
         return documents
 
@@ -143,9 +141,7 @@ class Encoder:
                     problem_id="data-bad-document",
                 )
         self.counts.contents.update(conversation.contents())
-        renderer = self._tool_renderer if conversation.tools else self._renderer
-        # If everything is trained on, the assistant's turns need not be found.
-        rendered = (renderer.whole if self._everything else renderer.render)(conversation, origin)
+        rendered = self._renderer.render(conversation, origin, has_spans=not self._everything)
         self._check_special(rendered.special, origin)
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)

@@ -35,20 +35,16 @@ class DataFile:
 
 def missing_files(config: DatasetConfig) -> DataError | None:
     """The error for files of a configuration that cannot be trained on here; None if all can."""
-    for key, text in named_files(config).items():
-        try:
-            find_files(text, key)
-        except DataError as error:
-            return error
-    return None
-
-
-def named_files(config: DatasetConfig) -> dict[str, str]:
-    """The paths and globs of a configuration's documents, by the keys that they are typed under."""
     sources = sources_of(config).items()
     named = {f"{key}.path": source.path for key, source in sources if source.source is Source.files}
     named["dataset.validation_path"] = config.validation_path
-    return {key: text for key, text in named.items() if text}
+    for key, text in named.items():
+        try:
+            if text:
+                find_files(text, key)
+        except DataError as error:
+            return error
+    return None
 
 
 def find_files(text: str, key: str) -> list[DataFile]:
@@ -57,8 +53,8 @@ def find_files(text: str, key: str) -> list[DataFile]:
     Raises: DataError for a folder, for nothing found, and for a kind of file that holds no documents.
     """
     pattern = resolve_path(text)
-    found = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
-    paths = sorted(Path(match) for match in found if Path(match).is_file())
+    matches = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
+    paths = sorted(Path(match) for match in matches if Path(match).is_file())
     if not paths:
         raise _not_found_error(pattern, key)
     for path in paths:
@@ -68,7 +64,15 @@ def find_files(text: str, key: str) -> list[DataFile]:
                 problem_id="data-file-kind",
             )
     common = Path(os.path.commonpath([path.parent for path in paths]))
-    return [DataFile(path=path, location=_location(path, text), label=str(path.relative_to(common))) for path in paths]
+    book = resolve_path("book:")
+    return [
+        DataFile(
+            path=path,
+            location=f"book:{path.relative_to(book).as_posix()}" if is_in_book(text) else str(path),
+            label=str(path.relative_to(common)),
+        )
+        for path in paths
+    ]
 
 
 def hash_folder(folder: Path) -> str:
@@ -79,12 +83,6 @@ def hash_folder(folder: Path) -> str:
         if path.is_file() and not any(part.startswith(".") for part in relative.parts):
             total.update(f"{relative.as_posix()}\0{sha256_file(path)}\n".encode())
     return total.hexdigest()
-
-
-def _location(path: Path, text: str) -> str:
-    if not is_in_book(text):
-        return str(path)
-    return f"book:{path.relative_to(resolve_path('book:')).as_posix()}"
 
 
 def _not_found_error(pattern: Path, key: str) -> DataError:

@@ -2,7 +2,7 @@
 
 To add a format: a member of `config.choices.Format`, a function that turns a record into a row, and a line in SPECS.
 Documents of other fields become a question and an answer by two templates (`FieldTemplates`). Null counts as absent,
-because Parquet has every column in every row. `keys.py` decides about other keys.
+because Parquet has every column in every row. `problems.py` decides about other keys.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
-from tunebook.data.corpus import CorpusKind, Row
-from tunebook.data.keys import KeyAccount, is_empty
-from tunebook.data.problems import DocumentError
-from tunebook.data.token_documents import TOKEN_KEYS, token_row
-from tunebook.data.tools import read_template_kwargs, read_tools
-from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
+from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
+from tunebook.data.problems import DocumentError, KeyAccount, is_empty
+from tunebook.data.turns import (
+    Turn,
+    check_conversation,
+    check_text,
+    make_turn,
+    read_template_kwargs,
+    read_tools,
+    read_turns,
+)
 from tunebook.errors import RequestError
 
 Record = Mapping[str, Any]
@@ -27,6 +33,9 @@ TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
 TOOL_KEYS = ("tools", "functions")
 KWARGS_KEY = "chat_template_kwargs"
 CONVERSATION_KEYS = ("system", *TOOL_KEYS, KWARGS_KEY)  # what conversations of every format may have
+LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # of tokens; 0: the loss does not count it
+TOKEN_KEYS = ("labels", *LOSS_MASKS, "attention_mask", "seq_lengths", "position_ids", "token_type_ids")
+_LARGEST_TOKEN_ID = 2**31 - 1  # token ids are stored in 32 bits
 FIELD_TEMPLATES_FIX = """'dataset.question_template="{{QUESTION}}"' 'dataset.answer_template="{{ANSWER}}"'"""
 
 
@@ -69,18 +78,14 @@ def field_templates(source: DatasetSource, key: str) -> FieldTemplates | None:
     given = {place: text for place, text in templates.items() if text is not None}
     if not given and source.format is not Format.fields:
         return None
-    problem = None
-    if source.format not in (Format.auto, Format.fields):
-        problem = f"{next(iter(given))}: {key}.format={source.format.name} does not read it"
-    elif len(given) < len(templates):
-        missing = [place for place in templates if place not in given]
-        problem = f"{' and '.join(missing)}: documents of fields need a question and an answer"
-    else:
-        try:
-            return FieldTemplates(given)
-        except TemplateSyntaxError as error:
-            problem = f"{' or '.join(given)}: it is not valid Jinja: {error.message}"
-    raise RequestError(problem, problem_id="field-templates")
+    if len(given) < len(templates) or source.format not in (Format.auto, Format.fields):
+        problem = f"{' and '.join(templates)} go together, with {key}.format=auto or fields"
+        raise RequestError(problem, problem_id="field-templates")
+    try:
+        return FieldTemplates(given)
+    except TemplateSyntaxError as error:
+        problem = f"{' or '.join(given)}: it is not valid Jinja: {error.message}"
+        raise RequestError(problem, problem_id="field-templates") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +126,15 @@ class Normalizer:
         settings, record = self.settings, self.account.without_ignored(record)
         if self.format is Format.auto:
             self.format = detect_format(record, settings.text_field)
-        if settings.fields is not None:  # the templates tell what is missing
+        if settings.fields is not None:  # the templates name a missing field
             self.account.check(record, settings.fields.names)
-            kind, row = _conversation(settings.fields.turns(record), {})
+            kind, row = _conversation(settings.fields.turns(record), {}, settings)
         else:
             needed = _needed_keys(self.format, settings.text_field)
             if missing := [key for key in needed if record.get(key) is None]:
-                found = " by the keys of the first document; name one format a source" if self.was_detected else ""
+                basis = " by the keys of the first document; name one format a source" if self.was_detected else ""
                 raise DocumentError(
-                    f"missing field {' and '.join(map(repr, missing))} (format {self.format.value}{found}); its keys "
+                    f"missing field {' and '.join(map(repr, missing))} (format {self.format.value}{basis}); its keys "
                     f"are: {_keys(record)}",
                     problem_id="data-missing-field",
                 )
@@ -141,18 +146,7 @@ class Normalizer:
             self.kind = kind
         elif kind is not self.kind:
             raise DocumentError(f"a document of kind {kind.value}, but those before it are of kind {self.kind.value}")
-        if kind is CorpusKind.conversation:
-            self._apply_settings(row)
         return row
-
-    def _apply_settings(self, row: Row) -> None:
-        """The system prompt and the template's variables of the configuration, where the document has none."""
-        turns, prompt = row["messages"], self.settings.system_prompt
-        if prompt is not None and turns[0]["role"] != "system":
-            turns.insert(0, {"role": "system", "content": prompt, "train": False, "details": None})
-        if self.settings.template_kwargs:
-            own = json.loads(row["template_kwargs"] or "{}")
-            row["template_kwargs"] = json.dumps({**self.settings.template_kwargs, **own}, ensure_ascii=False)
 
 
 def detect_format(record: Record, text_field: str) -> Format:
@@ -185,18 +179,21 @@ def _keys(record: Record) -> str:
     return ", ".join(key for key, value in record.items() if value is not None) or "none"
 
 
-def _conversation(turns: list[Turn], record: Record) -> tuple[CorpusKind, Row]:
-    """A conversation with the tools and template settings of its document, both as JSON text."""
+def _conversation(turns: list[Turn], record: Record, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    """A conversation with its tools and the template's variables, as JSON text.
+
+    The system prompt and the variables of the configuration are used where the document has none.
+    """
     places = [key for key in TOOL_KEYS if not is_empty(record.get(key))]
     if len(places) > 1:
         raise DocumentError(f"the tools are in two places, {' and '.join(places)}; keep one")
     tools = read_tools(record[places[0]], places[0]) if places else []
-    kwargs = None if is_empty(record.get(KWARGS_KEY)) else read_template_kwargs(record[KWARGS_KEY])
-    row = {
-        "messages": check_conversation(turns),
-        "tools": json.dumps(tools, ensure_ascii=False) if tools else None,
-        "template_kwargs": json.dumps(kwargs, ensure_ascii=False) if kwargs else None,
-    }
+    kwargs = {} if is_empty(record.get(KWARGS_KEY)) else read_template_kwargs(record[KWARGS_KEY])
+    check_conversation(turns)
+    if settings.system_prompt is not None and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": settings.system_prompt, "train": False}, *turns]
+    columns = {"messages": turns, "tools": tools, "template_kwargs": {**settings.template_kwargs, **kwargs}}
+    row = {name: json.dumps(value, ensure_ascii=False) if value else None for name, value in columns.items()}
     return CorpusKind.conversation, row
 
 
@@ -210,17 +207,40 @@ def _from_text(record: Record, account: KeyAccount, settings: FormatSettings) ->
 
 
 def _from_tokens(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
-    return CorpusKind.tokens, token_row(record, settings.vocab_size)
+    """Tokens with labels or masks, read as TRL reads them.
+
+    Labels are those of the same position, as in transformers; without labels or masks the loss counts every token. It
+    counts a token if all its masks are 1. Tokens with `attention_mask` 0 are padding and left out.
+    """
+    limit = _LARGEST_TOKEN_ID if settings.vocab_size is None else settings.vocab_size - 1
+    input_ids = _integers(record, "input_ids", None)
+    _check_range(input_ids, "input_ids", limit)
+    labels = list(input_ids)
+    if record.get("labels") is not None:
+        labels = list(_integers(record, "labels", len(input_ids)))
+        _check_range([label for label in labels if label != IGNORED_LABEL], "labels", limit)
+    for name in LOSS_MASKS:
+        if record.get(name) is not None:
+            mask = _mask(record, name, len(input_ids))
+            labels = [label if bit else IGNORED_LABEL for label, bit in zip(labels, mask, strict=True)]
+    kept = list(range(len(input_ids)))
+    if record.get("attention_mask") is not None:
+        kept = [position for position, bit in enumerate(_mask(record, "attention_mask", len(input_ids))) if bit]
+    lengths, positions = record.get("seq_lengths") or [], record.get("position_ids") or []
+    if len(lengths) > 1 or [positions[position] for position in kept if position < len(positions)].count(0) > 1:
+        raise DocumentError(
+            "'seq_lengths' or 'position_ids' say that several documents are packed into this row; write each as a "
+            "document of its own, Tunebook packs them (packing.mode)"
+        )
+    input_ids, labels = [input_ids[position] for position in kept], [labels[position] for position in kept]
+    # Nothing predicts the first label, so it alone trains nothing.
+    if all(label == IGNORED_LABEL for label in labels[1:]):
+        raise DocumentError("labels or masks leave no token after the first to train on")
+    return CorpusKind.tokens, {"input_ids": input_ids, "labels": labels}
 
 
-def _from_sharegpt(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
-    turns = read_turns(record["conversations"], "conversations", account)
-    return _conversation(_system_turns(record) + turns, record)
-
-
-def _from_messages(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
-    turns = read_turns(record["messages"], "messages", account)
-    return _conversation(_system_turns(record) + turns, record)
+def _from_turns(key: str, record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    return _conversation(_system_turns(record) + read_turns(record[key], key, account), record, settings)
 
 
 def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
@@ -235,7 +255,7 @@ def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) 
     if not is_empty(record.get("input")):
         question += "\n\n" + check_text(record["input"], "'input'")
     turns += [make_turn("user", question, "instruction"), make_turn("assistant", record["output"], "output")]
-    return _conversation(turns, record)
+    return _conversation(turns, record, settings)
 
 
 def _from_prompt_completion(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
@@ -244,7 +264,7 @@ def _from_prompt_completion(record: Record, account: KeyAccount, settings: Forma
     if isinstance(prompt, list) and isinstance(completion, list):
         before = _system_turns(record) + read_turns(prompt, "prompt", account, is_prompt=True)
         after = read_turns(completion, "completion", account)
-        return _conversation(before + after, record)
+        return _conversation(before + after, record, settings)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DocumentError("'prompt' and 'completion' must be two texts or two lists of turns, not one of each")
     if of_turns := [key for key in CONVERSATION_KEYS if not is_empty(record.get(key))]:
@@ -255,11 +275,46 @@ def _from_prompt_completion(record: Record, account: KeyAccount, settings: Forma
     return CorpusKind.prompt_completion, row
 
 
+def _mask(record: Record, name: str, num_tokens: int) -> list[int]:
+    value = record[name]
+    if not isinstance(value, list) or not all(isinstance(bit, int) and bit in (0, 1) for bit in value):
+        raise DocumentError(f"'{name}' must be a list of 0 and 1")
+    _check_length(value, name, num_tokens)
+    return value
+
+
+def _integers(record: Record, name: str, num_tokens: int | None) -> list[int]:
+    value = record[name]
+    if not isinstance(value, list) or not value or not set(map(type, value)) <= {int}:
+        raise DocumentError(f"'{name}' must be a list of whole numbers that is not empty")
+    if num_tokens is not None:
+        _check_length(value, name, num_tokens)
+    return value
+
+
+def _check_length(values: list[int], name: str, num_tokens: int) -> None:
+    if len(values) != num_tokens:
+        raise DocumentError(f"'{name}' has {len(values)} entries and 'input_ids' {num_tokens}; they must be as many")
+
+
+def _check_range(token_ids: list[int], name: str, largest: int) -> None:
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id <= largest), None)
+    if outside is not None:
+        raise DocumentError(
+            f"'{name}' holds {outside}, but the vocabulary goes from 0 to {largest}; were these tokens made by another "
+            "tokenizer?"
+        )
+
+
 # In the order of detection: the most specific keys first.
 SPECS: dict[Format, FormatSpec] = {
     Format.pretokenized: FormatSpec(needs=("input_ids",), may_have=TOKEN_KEYS, convert=_from_tokens),
-    Format.sharegpt: FormatSpec(needs=("conversations",), may_have=CONVERSATION_KEYS, convert=_from_sharegpt),
-    Format.messages: FormatSpec(needs=("messages",), may_have=CONVERSATION_KEYS, convert=_from_messages),
+    Format.sharegpt: FormatSpec(
+        needs=("conversations",), may_have=CONVERSATION_KEYS, convert=partial(_from_turns, "conversations")
+    ),
+    Format.messages: FormatSpec(
+        needs=("messages",), may_have=CONVERSATION_KEYS, convert=partial(_from_turns, "messages")
+    ),
     Format.prompt_completion: FormatSpec(
         needs=("prompt", "completion"), may_have=CONVERSATION_KEYS, convert=_from_prompt_completion
     ),

@@ -92,5 +92,5 @@ def load_split(
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
             message = f"{key}.name={source.name}: its files cannot be read: {first_line(error.__cause__ or error)}"
             raise DataError(message, problem_id="data-file-broken") from error
-        what = f"{key}.subset={source.subset or 'null'} with the split {split}"
-        raise RequestError(f"{what} of {source.name}: {first_line(error)}", problem_id="hub-unknown-split") from error
+        text = f"{key}.subset={source.subset or 'null'} with the split {split} of {source.name}: {first_line(error)}"
+        raise RequestError(text, problem_id="hub-unknown-split") from error

@@ -1,9 +1,7 @@
 """Combine sources into a mixture, and split off a validation part.
 
-Mixtures interleave their parts evenly and take no document twice. Other tools call this "concat" and
-"interleave_under": without weights every document of every part is taken; with weights, which are relative shares of
-documents, as many as possible until the first part is used up. Repeating a part's documents ("interleave_over") is left
-to more epochs: a repeated document is nearly memorized.
+Mixtures interleave their parts evenly and take no document twice. Without weights every document of every part is
+taken; with weights, which are relative shares of documents, as many as possible until the first part is used up.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict
         )
     # Fractions, so that 0.1 and 0.3 of 1000 and 3000 documents is not one document short.
     shares = {name: Fraction(str(weight)) for name, weight in weights.items()}
-    scale = min(Fraction(sizes[name]) / share for name, share in shares.items())
+    scale = min(sizes[name] / share for name, share in shares.items())
     counts = {name: math.floor(scale * share) for name, share in shares.items()}
     if empty := [name for name, count in counts.items() if count == 0]:
         raise RequestError(
@@ -58,9 +56,9 @@ def mix(parts: dict[str, Loaded], configs: dict[str, MixturePart]) -> Loaded:
 
     kinds = {loaded.kind for loaded in parts.values()}
     if len(kinds) > 1:
-        each = ", ".join(f"{name} is {loaded.kind.value}" for name, loaded in parts.items())
+        listed = ", ".join(f"{name} is {loaded.kind.value}" for name, loaded in parts.items())
         raise DataError(
-            f"the parts of a mixture must hold documents of one kind, but {each}; bring them to one format first",
+            f"the parts of a mixture must hold documents of one kind, but {listed}; bring them to one format first",
             problem_id="mixture-kinds",
         )
     sizes = {name: len(loaded.dataset) for name, loaded in parts.items()}
@@ -142,20 +140,6 @@ def hold_out(dataset: datasets.Dataset, share: float) -> tuple[datasets.Dataset,
             problem_id="validation-empty",
         )
     return dataset.select(np.flatnonzero(~held)), dataset.select(np.flatnonzero(held))
-
-
-def count_repeated(dataset: datasets.Dataset) -> int:
-    """How many documents repeat an earlier one."""
-    import numpy as np
-
-    return len(dataset) - len(np.unique(content_hashes(dataset)))
-
-
-def count_shared(train: datasets.Dataset, validation: datasets.Dataset) -> int:
-    """How many validation documents are among the training documents."""
-    import numpy as np
-
-    return int(np.isin(content_hashes(validation), content_hashes(train)).sum())
 
 
 def content_hashes(dataset: datasets.Dataset) -> np.ndarray:

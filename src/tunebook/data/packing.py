@@ -1,10 +1,9 @@
 """Pack the documents of one optimizer step into rows.
 
 An optimizer step is a fixed set of documents; packing only decides which of them share a row, so it changes speed and
-never the gradient. Rows have no padding (kernels get the documents' boundaries), so rows should be equally long: then
-every GPU does the same work between two synchronizations. Longest-processing-time-first does that (Graham 1969: at most
-4/3 of the best possible longest row); best-fit decreasing would fill the first rows and leave the last ones short. If a
-token budget has filled every row almost completely, it may overfill one; then the rows of the budget are used.
+never the gradient. Rows have no padding, so they should be equally long: then every GPU does the same work between two
+synchronizations. Longest-processing-time-first does that (Graham 1969: at most 4/3 of the best possible longest row).
+Where a token budget has filled every row almost completely, it may overfill one; then the rows of the budget are used.
 """
 
 from __future__ import annotations
@@ -80,10 +79,8 @@ def deal_rows(
 ) -> list[list[int]]:
     """Reorder a step's rows so that every rank has about as much attention to compute in it.
 
-    The order of packing gives the first rank the row with the longest document of each round. Lognormal lengths to 16k
-    in 9 rounds of 8 ranks: the largest rank had 14% more work than the mean, and has 3% more. The largest rows of the
-    rounds stay as they are, so nothing is gained where ranks wait for each other in every round
-    (benchmarks/results/row_balance.jsonl).
+    The order of packing gives the first rank the row with the longest document of each round. Nothing is gained where
+    ranks wait for each other in every round (benchmarks/results/row_balance.jsonl).
 
     Rows are dealt in rounds of `num_ranks` x `micro_batch_size`, those with the largest sums of squared lengths first.
     In a round, the rank with the smallest sum so far gets the row with the largest. Deterministic.
@@ -122,11 +119,9 @@ def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> 
     num_rows = multiple_of
     for step in steps:
         total, widest = int(step.sum()), int(step.max(initial=0))
-        while at_most_in_a_row(total, widest, num_rows) > row_length and longest_row(step, num_rows) > row_length:
+        # No row is longer than the mean plus the longest document minus its share; most steps need no packing.
+        while (
+            total + widest * (num_rows - 1) >= num_rows * (row_length + 1) and longest_row(step, num_rows) > row_length
+        ):
             num_rows += multiple_of
     return num_rows
-
-
-def at_most_in_a_row(total: int, widest: int, num_rows: int) -> int:
-    """An upper bound for the rows of `pack_balanced`: the mean, plus the longest document minus its share."""
-    return (total + widest * (num_rows - 1)) // num_rows

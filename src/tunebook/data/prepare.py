@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -44,13 +44,12 @@ from tunebook.model.tokenizer_files import tokenizer_files_hash
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedTokenizerBase
 
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import Corpus
 
 # Modules of this package that only read prepared data. A change in any other module prepares everything again.
-_READERS = ("view.py", "packing.py", "sampler.py", "batch.py", "mean_length.py")
+_READERS = ("view.py", "packing.py", "sampler.py", "batch.py")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 
@@ -117,7 +116,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     if (folder / PREPARED_FILE).is_file():
         return load_prepared(folder)
     try:
-        with _lock(folder, report):
+        report(0, None, "reading documents")
+        with _lock(folder):
             if (folder / PREPARED_FILE).is_file():  # another process made it meanwhile
                 return load_prepared(folder)
             partial = folder.with_suffix(".partial")
@@ -138,7 +138,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
 
 
 def _refuse_added_tokens(config: RunConfig) -> None:
-    """Raises: RequestError for tokens that PEFT 0.21 cannot train: it needs the whole embeddings on each GPU."""
+    """Raises: RequestError for added tokens in divided embeddings, which PEFT cannot train."""
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer
 
     if config.model.chat_template != CHATML_TEMPLATE or config.peft.method is PeftMethod.full:
@@ -154,17 +154,13 @@ def _refuse_added_tokens(config: RunConfig) -> None:
         )
 
 
-@contextmanager
-def _lock(folder: Path, report: Progress) -> Iterator[None]:
-    from filelock import FileLock, Timeout
+def _lock(folder: Path) -> AbstractContextManager[Any]:
+    """Wait for the lock of a folder. Raises: RequestError for a cache that cannot be written."""
+    from filelock import FileLock
 
-    lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        report(0, None, "waiting for another process that is preparing the same data")
-        lock.acquire()
+        return FileLock(f"{folder}.lock").acquire()
     except OSError as error:
         if is_disk_full(error):
             raise
@@ -173,26 +169,15 @@ def _lock(folder: Path, report: Progress) -> Iterator[None]:
             f"{CACHE_VARIABLE}=DIR",
             problem_id="cache-not-writable",
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
     """Prepare everything into a new folder."""
     started = time.monotonic()
-    report(0, None, "reading documents")
     corpus_folder = folder / "corpus"
     corpus_folder.mkdir(parents=True)
     vocab_size, eos_token_id = vocabulary(config)
-    corpus = load_corpus(
-        config.dataset,
-        cache_dir=corpus_folder,
-        vocab_size=vocab_size,
-        eos_token_id=eos_token_id,
-        progress=lambda done: report(done, None, "reading documents"),
-    )
+    corpus = load_corpus(config.dataset, cache_dir=corpus_folder, vocab_size=vocab_size, eos_token_id=eos_token_id)
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     counts = {
@@ -217,7 +202,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
     """The settings of the encoding, and the facts about tokenizer and template to record."""
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import CorpusKind
-    from tunebook.data.template import template_hash
+    from tunebook.data.template import require_template, template_hash, template_variables
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer, needs_padding, tokenizer_hash, writes_date
 
     tokenizer = None
@@ -234,7 +219,14 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         if corpus.kind is CorpusKind.conversation:
             if config.model.chat_template is not None:
                 corpus.notes.append(f"answers end with {tokenizer.eos_token}, the EOS token of this run")
-            _check_template_kwargs(config, tokenizer)
+            known = template_variables(require_template(tokenizer))
+            for key, source in sources_of(config.dataset).items():
+                if unknown := sorted(source.chat_template_kwargs.keys() - known):
+                    raise RequestError(
+                        f"{key}.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read; "
+                        f"it reads: {', '.join(sorted(known))}",
+                        problem_id="template-variable-unknown",
+                    )
     settings = ChunkSettings(
         kind=corpus.kind,
         tokenizer=tokenizer,
@@ -244,24 +236,6 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         template_date=config.model.template_date,
     )
     return settings, about
-
-
-def _check_template_kwargs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: RequestError for a variable of the configuration that the chat template does not read."""
-    from tunebook.data.template import require_template, template_variables
-
-    known = {
-        name
-        for for_tools in (False, True)
-        for name in template_variables(require_template(tokenizer, for_tools=for_tools))
-    }
-    for key, source in sources_of(config.dataset).items():
-        if unknown := sorted(source.chat_template_kwargs.keys() - known):
-            raise RequestError(
-                f"{key}.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read; it "
-                f"reads: {', '.join(sorted(known))}",
-                problem_id="template-variable-unknown",
-            )
 
 
 def _write_part(
@@ -287,14 +261,12 @@ def _write_part(
             # A copy: a view would keep the tokens of all chunks in memory.
             lengths.append(chunk.batch.column("length").to_numpy().copy())
             counts.add(chunk.counts)
-            report(counts.num_read + counts.skipped.total(), len(documents), what)
-    skipped = Skipped(reasons=counts.skipped, first=counts.first)
-    skipped.update(unreadable)
-    counts.first = skipped.first
-    num_documents = counts.num_read + skipped.reasons.total()
-    skipped.check_share(num_documents, settings.dataset.max_bad_share, f"the {folder.name} part")
+            report(counts.num_read + counts.skipped.reasons.total(), len(documents), what)
+    counts.skipped.update(unreadable)
+    num_documents = counts.num_read + counts.skipped.reasons.total()
+    counts.skipped.check_share(num_documents, settings.dataset.max_bad_share, f"the {folder.name} part")
     if counts.num_documents == 0:
-        reasons = (counts.dropped + counts.skipped).most_common()
+        reasons = (counts.dropped + counts.skipped.reasons).most_common()
         raise DataError(
             f"every document of the {folder.name} part was dropped ({counts.num_read:,} were read), because: "
             f"{'; '.join(f'{number:,} {reason}' for reason, number in reasons)}. training.max_length is "

@@ -14,11 +14,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.data.corpus import SourceRecord
+from tunebook.data.problems import Skipped
 from tunebook.errors import DataError
 from tunebook.files import sha256_text
 
@@ -32,15 +33,7 @@ ARROW_FILE = "documents.arrow"
 LENGTHS_FILE = "lengths.npy"
 
 _MOST_BINS = 20
-_COUNTERS = ("dropped", "contents", "skipped", "notes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Histogram:
-    """Documents by length: bin i counts lengths from `edges[i]` up to, but not including, `edges[i + 1]` tokens."""
-
-    edges: list[int]
-    counts: list[int]
+_COUNTERS = ("dropped", "contents", "notes")
 
 
 @dataclass(kw_only=True)
@@ -58,23 +51,20 @@ class PartCounts:
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
     contents: Counter[str] = field(default_factory=Counter)  # documents with tools, calls of them, or reasoning
-    skipped: Counter[str] = field(default_factory=Counter)  # by reason: unusable documents, not in num_read
+    skipped: Skipped = field(default_factory=Skipped)  # unusable documents, not in num_read
     notes: Counter[str] = field(default_factory=Counter)  # documents by remark
-    first: dict[str, str] = field(default_factory=dict)  # of each remark and reason of `skipped`: the first document
-    lengths: Histogram = field(default_factory=lambda: Histogram(edges=[], counts=[]))
-
-    @property
-    def num_dropped(self) -> int:
-        """Documents, or pieces of split ones, that are not kept."""
-        return self.dropped.total()
+    first: dict[str, str] = field(default_factory=dict)  # of each remark: the first document
+    # Documents by length: bin i of `counts` is from `edges[i]` up to, but not including, `edges[i + 1]` tokens
+    lengths: dict[str, list[int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Every count as plain values. Not by asdict: Python 3.11 copies a Counter wrongly."""
-        return vars(self) | {"lengths": asdict(self.lengths), "num_dropped": self.num_dropped}
+        first = self.skipped.first | self.first
+        return vars(self) | {"skipped": self.skipped.reasons, "first": first, "num_dropped": self.dropped.total()}
 
-    def note(self, remark: str, place: str, is_there: bool = True) -> None:
+    def note(self, remark: str, place: str, is_counted: bool = True) -> None:
         """Count a document with a remark, and keep the place of the first."""
-        if is_there:
+        if is_counted:
             self.notes[remark] += 1
             self.first.setdefault(remark, place)
 
@@ -85,6 +75,7 @@ class PartCounts:
                 setattr(self, name, getattr(self, name) + value)
         for name in _COUNTERS:
             getattr(self, name).update(getattr(other, name))
+        self.skipped.update(other.skipped)
         self.first = other.first | self.first
 
     def measure(self, lengths: npt.NDArray[np.int32]) -> None:
@@ -138,7 +129,7 @@ class Prepared:
         return {"train": self.train} | ({"validation": self.validation} if self.validation else {})
 
 
-def histogram(lengths: npt.NDArray[np.int32]) -> Histogram:
+def histogram(lengths: npt.NDArray[np.int32]) -> dict[str, list[int]]:
     """At most 20 bins of one width, a power of two (or 1), from the shortest document to the longest."""
     import numpy as np
 
@@ -148,7 +139,7 @@ def histogram(lengths: npt.NDArray[np.int32]) -> Histogram:
         width *= 2
     edges = np.arange(shortest // width, longest // width + 2) * width
     counts, _ = np.histogram(lengths, bins=edges)
-    return Histogram(edges=edges.tolist(), counts=counts.tolist())
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
 def write_prepared(folder: Path, content: dict[str, Any], counts: dict[str, PartCounts]) -> None:
@@ -168,27 +159,16 @@ def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
             "as the training",
             problem_id="prepared-not-found",
         ) from error
-    parts = {
-        name: PreparedPart(folder=folder / name, counts=_read_counts(part)) for name, part in content["parts"].items()
-    }
-    return Prepared(
-        folder=folder,
-        records=[SourceRecord(**record) for record in content["records"]],
-        train=parts["train"],
-        validation=parts.get("validation"),
-        was_cached=was_cached,
-        **{
-            name: content[name]
-            for name in ("fingerprint", "content_sha256", "kind", "max_length", "tokenizer_sha256",
-                         "chat_template_sha256", "template_date", "notes", "seconds")
-        },
-    )  # fmt: skip
-
-
-def _read_counts(part: dict[str, Any]) -> PartCounts:
-    plain = {name: value for name, value in part.items() if name != "num_dropped"}
-    counters = {name: Counter(part[name]) for name in _COUNTERS}
-    return PartCounts(**(plain | counters | {"lengths": Histogram(**part["lengths"])}))
+    parts = {}
+    for name, part in content.pop("parts").items():
+        del part["num_dropped"]
+        counters: dict[str, Any] = {counter: Counter(part[counter]) for counter in _COUNTERS}
+        counters["skipped"] = Skipped(reasons=Counter(part["skipped"]), first=part["first"])
+        counts = PartCounts(**(part | counters))
+        parts[name] = PreparedPart(folder=folder / name, counts=counts)
+    content["records"] = [SourceRecord(**record) for record in content["records"]]
+    train, validation = parts["train"], parts.get("validation")
+    return Prepared(**content, folder=folder, train=train, validation=validation, was_cached=was_cached)
 
 
 def hash_documents(parts: Iterable[Path]) -> str:

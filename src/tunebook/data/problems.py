@@ -1,16 +1,34 @@
-"""Collect the problems of documents, to report them together instead of line by line, or to leave those out."""
+"""What makes a document unusable: its keys are checked, and problems are reported together or documents left out."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tunebook.errors import DataError
 
 MAX_REPORTED = 10  # documents shown of one file; the rest is counted
 _LONGEST_REASON = 160  # characters
 _VALUES = re.compile(r"(?<!\w)'[^']*'|\d+")  # of one document, in a message
+
+# Flags of a turn, as OpenAI, axolotl, LLaMA-Factory and ms-swift name them: whether the loss counts it.
+LOSS_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "loss_weight", "loss_scale", "weight")
+
+# Keys that change what is learned, in small letters.
+_MEANINGFUL = frozenset({
+    "tools", "functions", "tool_calls", "tool_call", "function_call",
+    "reasoning_content", "reasoning", "reasoning_details", "thinking", "thought", "chain_of_thought", "cot",
+    "image", "images", "audio", "audios", "video", "videos", "pixel_values",
+    "chat_template_kwargs", "chat_template", "documents",
+    "system", "system_prompt", "history",
+    "label", "kto_tag", "chosen", "rejected", "rejected_response",
+    "completion_mask", "assistant_masks", "response_mask", "token_weights", "masked", "mask",
+    "train_detail", "cu_seqlens", "segment_ids", "recipient",
+})  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -61,6 +79,54 @@ def type_name(value: object) -> str:
     return f"a JSON {name}" if name is not None else f"of type {type(value).__name__}"
 
 
+def is_empty(value: object) -> bool:
+    """Whether a value is empty: data sets write null, a blank text, an empty list or an empty JSON text."""
+    if value is None:
+        return True
+    if isinstance(value, str):
+        return value.strip() in ("", "[]", "{}", "null")
+    if isinstance(value, dict):  # Parquet writes every key of an object: an absent object has nulls only
+        value = list(value.values())
+    return isinstance(value, list | tuple) and all(map(is_empty, value))
+
+
+class KeyAccount:
+    """Checks the keys of the documents of one source, and counts those that no format reads.
+
+    `known`: keys that some format reads; `ignored`: `ignore_keys` of the source configured under `key`.
+    """
+
+    def __init__(self, known: Collection[str] = (), ignored: Sequence[str] = (), key: str = "dataset") -> None:
+        self.known = frozenset(known)
+        self._ignored = frozenset(ignored)
+        self._key = key
+        self._not_read: Counter[str] = Counter()  # documents or turns by key
+
+    def without_ignored(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A document or turn without the ignored keys."""
+        return {key: value for key, value in record.items() if key not in self._ignored}
+
+    def check(self, record: Mapping[str, Any], read: Collection[str], place: str = "the document") -> None:
+        """Count the keys of a document or turn that are not `read`.
+
+        Raises: DocumentError naming every key whose meaning would be left out.
+        """
+        not_read = [key for key, value in record.items() if key not in read and value is not None]
+        refused = [key for key in not_read if key.lower() in _MEANINGFUL and not is_empty(record[key])]
+        if refused:
+            raise DocumentError(
+                f"{' and '.join(map(repr, refused))} of {place} is not supported there, and training would leave it "
+                f"out; correct the data, or type {self._key}.ignore_keys=[{','.join(refused)}] to train without",
+                problem_id="data-key-not-supported",
+            )
+        self._not_read.update(not_read)
+
+    def notes(self) -> list[str]:
+        """The note about keys that were not read, if there are any."""
+        counts = ", ".join(f"{key} ({count:,})" for key, count in self._not_read.most_common())
+        return [f"keys not read: {counts}"] if counts else []
+
+
 class DocumentProblems:
     """The unusable documents of one file or split: the first few in full, the others counted."""
 
@@ -69,19 +135,27 @@ class DocumentProblems:
         self.unit = unit  # what documents are numbered by: line, row or item
         self.num_problems = 0
         self.num_documents = 0
-        self.num_blank_lines = 0
-        self.notes: list[str] = []  # other remarks on the file
         self.skipped: Skipped | None = None  # counts unusable documents, which then are no error
         self._shown: list[tuple[str, DocumentError]] = []
 
-    def add(self, number: int, error: DocumentError, detail: str = "") -> None:
+    def add(self, number: int, error: DocumentError) -> None:
         """Note that document `number` cannot be used."""
         self.num_problems += 1
-        place = f"{self.unit} {number}{detail}"
+        place = f"{self.unit} {number}"
         if self.skipped is not None:
             self.skipped.add(error.message, f"{self.location}, {place}")
         elif len(self._shown) < MAX_REPORTED:
             self._shown.append((place, error))
+
+    @contextmanager
+    def noted(self, number: int) -> Iterator[None]:
+        """Note a DocumentError of document `number`. Raises: DataError for an unknown format, which all have."""
+        try:
+            yield
+        except DocumentError as error:
+            self.add(number, error)
+            if error.problem_id == "data-unknown-format":
+                self.raise_if_any()
 
     def raise_if_any(self) -> None:
         """Raises: DataError with every noted problem, if there are any."""

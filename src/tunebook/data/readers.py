@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
-from tunebook.data.keys import KeyAccount
-from tunebook.data.problems import DocumentError, DocumentProblems, type_name
+from tunebook.data.problems import DocumentError, DocumentProblems, KeyAccount, type_name
 from tunebook.errors import DataError, first_line
 
 Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
@@ -38,7 +37,6 @@ def read_records(path: Path, problems: DocumentProblems, keys: KeyAccount | None
             return
         with cast(IO[bytes], gzip.open(path)) if name.endswith(".gz") else path.open("rb") as stream:
             if name.endswith(CSV_SUFFIXES + TSV_SUFFIXES):
-                problems.unit = "row"
                 yield from _read_csv(stream, problems, "\t" if name.endswith(TSV_SUFFIXES) else ",")
             elif name.endswith(JSON_SUFFIXES) and not _is_lines(stream):
                 problems.unit = "item"
@@ -71,19 +69,15 @@ def _read_value(stream: IO[bytes], problems: DocumentProblems, keys: KeyAccount)
     try:
         value = _parse(stream.read())
         if isinstance(value, dict) and keys.known.isdisjoint(value):
-            value = _array_within(value, problems, keys)
+            value = _array_within(value, keys)
     except DocumentError as error:
         raise DataError(f"{problems.location}: {error.message}", problem_id=error.problem_id) from error
     for number, item in enumerate(value if isinstance(value, list) else [value], 1):
-        try:
-            record = _check_object(item)
-        except DocumentError as error:
-            problems.add(number, error)
-        else:
-            yield number, record
+        with problems.noted(number):
+            yield number, _check_object(item)
 
 
-def _array_within(value: dict[str, Any], problems: DocumentProblems, keys: KeyAccount) -> Any:
+def _array_within(value: dict[str, Any], keys: KeyAccount) -> Any:
     """The documents in a file's object; the object itself if it has no array. Raises: DocumentError."""
     names = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
     if len(names) > 1:
@@ -94,22 +88,15 @@ def _array_within(value: dict[str, Any], problems: DocumentProblems, keys: KeyAc
         )
     if not names:
         return value
-    problems.notes.append(f"its documents are the array under '{names[0]}'")
     keys.check(keys.without_ignored(value), names, "the file")
     return value[names[0]]
 
 
 def _read_lines(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record]:
     for number, line in enumerate(stream, 1):
-        if not line.strip():
-            problems.num_blank_lines += 1
-            continue
-        try:
-            record = _check_object(_parse(line.rstrip()))
-        except DocumentError as error:
-            problems.add(number, error)
-        else:
-            yield number, record
+        if line.strip():
+            with problems.noted(number):
+                yield number, _check_object(_parse(line.rstrip()))
 
 
 def _parse(data: bytes) -> Any:
@@ -155,7 +142,7 @@ def _check_object(value: object) -> dict[str, Any]:
 
 
 def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> Iterator[Record]:
-    """The rows of a table with a header, every field as the text it is.
+    """The rows of a table with a header by the lines on which they end, every field as the text it is.
 
     Raises: DataError for a header that names a column twice, and for broken quotes or encoding.
     """
@@ -163,14 +150,14 @@ def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> 
     lines = (line.decode("utf-8-sig") for line in stream)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
-        header = next((row for row in rows if row), [])
+        header = next(filter(None, rows), [])
         _refuse_repeated_columns(header, problems.location)
-        for number, row in enumerate((row for row in rows if row), 1):
+        for row in filter(None, rows):
             if len(row) == len(header):
-                yield number, dict(zip(header, row, strict=True))
+                yield rows.line_num, dict(zip(header, row, strict=True))
             else:
                 message = f"{len(row)} fields, the header has {len(header)}; quote those that hold a {delimiter!r}"
-                problems.add(number, DocumentError(message), f" (line {rows.line_num})")
+                problems.add(rows.line_num, DocumentError(message))
     except csv.Error as error:
         message = f"{problems.location}, line {rows.line_num}: broken CSV: {error}"
         raise DataError(message, problem_id="data-file-broken") from error
@@ -206,6 +193,6 @@ def without_nulls(value: Any) -> Any:
     An argument of one call would otherwise be written, as null, into all calls.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     is_of_objects = isinstance(value, list) and bool(value) and isinstance(value[0], dict | list)
-    return [without_nulls(one) for one in value] if is_of_objects else value
+    return [without_nulls(entry) for entry in value] if is_of_objects else value

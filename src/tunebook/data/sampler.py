@@ -118,10 +118,9 @@ class Totals(NamedTuple):
 class RankBatches:
     """The micro-batches of one data rank over the whole run, as a batch sampler: each is a list of rows.
 
-    `world_size` counts the ranks that get different rows: those of a sequence group get the same ones.
-
-    One pass over all epochs, so that the end of an epoch is no special case and a resumed run skips a number of
-    micro-batches. Rows are assigned to the ranks of one accumulation round after the other, in order.
+    `world_size` counts the ranks that get different rows: those of a sequence group get the same ones. One pass over
+    all epochs, so that a resumed run skips a number of micro-batches. Rows are assigned to the ranks of one
+    accumulation round after the other, in order.
     """
 
     def __init__(
@@ -183,9 +182,8 @@ _EMPTY_ROW_LENGTH = 2
 class DocumentRows:
     """Rows of a prepared `datasets.Dataset` as a map-style data set: a list of documents -> the collator's input.
 
-    Columns: input_ids, labels (num_tokens,) per document. Documents stay on disk, memory-mapped.
-
-    `multiple`: rows are filled up to a multiple of this many tokens, with a document that the loss does not count.
+    Columns: input_ids, labels (num_tokens,) per document. Documents stay on disk, memory-mapped. Rows are filled up to
+    a `multiple` of tokens, with a document that the loss does not count.
     """
 
     def __init__(self, documents: Dataset, filler_token_id: int, multiple: int = 1) -> None:
@@ -200,8 +198,8 @@ class DocumentRows:
         """Input ids and labels (num_tokens,) in int64 of the row's documents end to end, and each one's length."""
         if not row:
             return self._filler(max(_EMPTY_ROW_LENGTH, self.multiple))
-        found: Any = self.documents[row]
-        ids, labels = (found[name].combine_chunks() for name in ("input_ids", "labels"))
+        table: Any = self.documents[row]
+        ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
         whole = {
             "input_ids": ids.flatten().to_numpy().astype(np.int64),
             "labels": labels.flatten().to_numpy().astype(np.int64),

@@ -41,8 +41,8 @@ class SpecialTokens:
 
     def first_in(self, text: str) -> str | None:
         """The first special token whose text is in `text`; None if there is none."""
-        found = self._pattern.search(text)
-        return None if found is None else found.group()
+        match = self._pattern.search(text)
+        return None if match is None else match.group()
 
     def hide(self, content: str, names: Collection[str] | None = None) -> str:
         """The content with a placeholder for the text of each special token, or of those in `names`.
@@ -56,7 +56,7 @@ class SpecialTokens:
                 problem_id="special-token-in-content",
             )
         pattern = self._pattern if names is None else any_of([name for name in names if name in self._numbers])
-        return pattern.sub(lambda found: chr(_HIDDEN + self._numbers[found.group()]), content)
+        return pattern.sub(lambda match: chr(_HIDDEN + self._numbers[match.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
         """A text with the hidden texts restored, and its spans."""
@@ -113,22 +113,9 @@ class SpecialTokens:
 
 
 def any_of(names: Collection[str]) -> re.Pattern[str]:
-    """An expression for the longest of these names, from a tree of their letters: some tokenizers have thousands."""
-    tree: dict[str, Any] = {}
-    for name in names:
-        node = tree
-        for letter in name:
-            node = node.setdefault(letter, {})
-        node[""] = {}
-    return re.compile(_expression(tree) if tree else "(?!)")  # which matches nothing
-
-
-def _expression(tree: dict[str, Any]) -> str:
-    branches = [re.escape(letter) + _expression(node) for letter, node in tree.items() if letter]
-    if not branches:
-        return ""
-    all_of_them = f"(?:{'|'.join(branches)})" if len(branches) > 1 or "" in tree else branches[0]
-    return f"{all_of_them}?" if "" in tree else all_of_them
+    """An expression for the longest of these names."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
 
 
 def _substitute(
@@ -138,12 +125,12 @@ def _substitute(
     pieces: list[str] = []
     starts, shifts = [0], [0]  # the shift from each character on
     end = 0
-    for found in pattern.finditer(text):
-        new = replace(found.group())
-        pieces += [text[end : found.start()], new]
-        end = found.end()
+    for match in pattern.finditer(text):
+        new = replace(match.group())
+        pieces += [text[end : match.start()], new]
+        end = match.end()
         starts.append(end)
-        shifts.append(shifts[-1] + len(new) - len(found.group()))
+        shifts.append(shifts[-1] + len(new) - len(match.group()))
     pieces.append(text[end:])
 
     def moved(position: int) -> int:

@@ -17,7 +17,6 @@ from tunebook.data.corpus import (
     IGNORED_LABEL,
     CorpusKind,
     Loaded,
-    Progress,
     SourceRecord,
     arrow_schema,
     hash_bytes,
@@ -47,7 +46,6 @@ def load_synthetic(
     vocab_size: int,
     eos_token_id: int,
     file: Path,
-    progress: Progress | None = None,
 ) -> Loaded:
     """Generate the documents into an Arrow file. Raises: RequestError for settings that cannot be met."""
     if not _MIN_LENGTH <= config.min_tokens <= config.max_tokens or vocab_size < _MIN_VOCAB_SIZE:
@@ -65,7 +63,7 @@ def load_synthetic(
         format=f"synthetic, seed {config.seed}",
         num_documents=num_documents,
     )
-    dataset = write_batches(batches, CorpusKind.tokens, file, progress)
+    dataset = write_batches(batches, CorpusKind.tokens, file)
     return Loaded(kind=CorpusKind.tokens, dataset=dataset, records=[record])
 
 

@@ -4,21 +4,19 @@ A template may mark the assistant's words with `{% generation %}`. For any other
 an answer, with the generation prompt, must be the beginning of the whole text; the answer is what follows, up to the
 token that ends it. So the model is trained to write exactly what follows its prompt in generation. Text of special
 tokens in a turn is hidden from the template (`special_tokens.py`), and a conversation that it does not write completely
-is an error (`template_content.py`).
+is an error (`find_missing`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunebook.data.conversation import Conversation, Messages, TemplateForm
-from tunebook.data.special_tokens import Span, SpecialTokens
-from tunebook.data.template_content import Part, find_missing
+from tunebook.data.conversation import Conversation, Messages, Part, TemplateForm, find_missing
+from tunebook.data.special_tokens import Span, SpecialTokens, any_of
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
 from tunebook.model.chat_templates import GENERATION_MARKER
@@ -42,13 +40,10 @@ class Rendered:
     special: str | None = None  # the first special token with hidden text in a turn
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> str:
-    """The chat template's text; some tokenizers have one of their own for conversations with tools.
-
-    Raises: RequestError if there is none.
-    """
+def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template's text. Raises: RequestError if there is none."""
     try:
-        template: str = tokenizer.get_chat_template(tools=[{}] if for_tools else None)
+        template: str = tokenizer.get_chat_template()
     except ValueError as error:
         raise RequestError(
             "to train a base model on conversations, type model.chat_template=chatml: the tokenizer in "
@@ -82,16 +77,16 @@ def template_variables(template: str) -> set[str]:
 class ConversationRenderer:
     """Renders conversations with one tokenizer's template. Raises: RequestError if it has none or a broken one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self._template = require_template(tokenizer, for_tools=for_tools)
+        self._template = require_template(tokenizer)
         template_variables(self._template)  # refuses a broken one
         self._is_marked = GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
         self._special_tokens = dict(tokenizer.special_tokens_map)
         self._stop_tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer)]
-        self._stop = re.compile("|".join(map(re.escape, sorted(self._stop_tokens, key=len, reverse=True))))
+        self._stop = any_of(self._stop_tokens)
         self.special = SpecialTokens(tokenizer)
         self._form = TemplateForm(self._template, lambda messages, tools: self._render_messages(messages, tools)[0])
 
@@ -110,32 +105,28 @@ class ConversationRenderer:
         ids: list[int] = self.special.encode_apart(self.prompt(hidden), [])[0].ids
         return ids
 
-    def whole(self, conversation: Conversation, origin: str) -> Rendered:
-        """A conversation without spans, for training on every token. Raises: as `render`."""
-        hidden, special = self._hide(conversation, origin)
-        text = self._render_or_explain(hidden, origin)[0]
-        missing = find_missing(hidden, text)
-        self._check(missing, hidden, origin, _assistant_turns(hidden.messages)[-1:])
-        return Rendered(text=text, spans=[], special=special, leaves_out=bool(missing))
-
-    def render(self, conversation: Conversation, origin: str) -> Rendered:
+    def render(self, conversation: Conversation, origin: str, *, has_spans: bool = True) -> Rendered:
         """A conversation; `train` of each message tells whether the loss may count it.
+
+        If every token is trained on, the assistant's turns need not be found: `has_spans` is false.
 
         Raises: DataError naming `origin` if the template refuses the conversation or leaves part of it out, or the
         assistant's turns cannot be found in the text or do not end with a token that ends generation.
         """
         hidden, special = self._hide(conversation, origin)
         messages = hidden.messages
-        text, marks = self._render_or_explain(hidden, origin, marked=self._is_marked)
+        text, marks = self._render_or_explain(hidden, origin, marked=self._is_marked and has_spans)
         missing = find_missing(hidden, text)
         answers = _assistant_turns(messages)
         self._check(missing, hidden, origin, answers[-1:])
-        wanted = [turn for turn in answers if messages[turn]["train"]]
-        found = self._marked(hidden, wanted, text, missing, _joined(marks), origin)
-        if found is None:
-            found = {turn: self._locate(hidden, turn, text, origin) for turn in wanted}
-        spans = {turn: span for turn, span in found.items() if span is not None}
-        if not spans and wanted and wanted[-1] == answers[-1]:
+        if not has_spans:
+            return Rendered(text=text, spans=[], special=special, leaves_out=bool(missing))
+        trained = [turn for turn in answers if messages[turn]["train"]]
+        located = self._marked(hidden, trained, text, missing, _joined(marks), origin)
+        if located is None:
+            located = {turn: self._locate(hidden, turn, text, origin) for turn in trained}
+        spans = {turn: span for turn, span in located.items() if span is not None}
+        if not spans and trained and trained[-1] == answers[-1]:
             raise DataError(
                 f"{origin}: the assistant's last turn cannot be found in what the chat template writes: this does not "
                 "begin with what it writes as the prompt for that turn. Name a template that marks the assistant's "
@@ -147,7 +138,7 @@ class ConversationRenderer:
         return Rendered(
             text=text,
             spans=list(spans.values()),
-            num_rewritten=len(wanted) - len(spans),
+            num_rewritten=len(trained) - len(spans),
             leaves_out=bool(missing),
             special=special,
         )
@@ -206,7 +197,7 @@ class ConversationRenderer:
     def _marked(
         self,
         conversation: Conversation,
-        wanted: list[int],
+        trained: list[int],
         text: str,
         missing: Sequence[Part],
         spans: list[Span],
@@ -219,19 +210,19 @@ class ConversationRenderer:
         turns = _assistant_turns(conversation.messages)
         if len(spans) != len(turns) or not {part.turn for part in missing}.isdisjoint(turns):
             return None
-        found: dict[int, Span | None] = {}
+        located: dict[int, Span | None] = {}
         for turn, (start, end) in zip(turns, spans, strict=True):
             if find_missing(conversation.only(turn), text[start:end]):
                 return None
-            if turn not in wanted:
+            if turn not in trained:
                 continue
             if self._end_of_answer(conversation.only(turn), text[start:end], origin) is not None:
-                found[turn] = start, end
+                located[turn] = start, end
             elif turn == turns[-1]:
                 raise self._no_stop(text[start:end], origin)
             else:  # only the last turn ends as in generation, such as gpt-oss's
-                found[turn] = None
-        return found
+                located[turn] = None
+        return located
 
     def _locate(self, conversation: Conversation, turn: int, text: str, origin: str) -> Span | None:
         """The span of one assistant turn in the whole text, with its end token; None if it is not there unchanged."""

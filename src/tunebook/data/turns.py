@@ -1,24 +1,27 @@
 """The turns of a conversation: roles, contents, reasoning, calls of tools, and whether the loss counts each.
 
-Roles are known by the names that data sets use. A turn becomes {role, content, train, details}: `train` is true on the
-assistant's turns that the loss counts; a turn opts out with `train: false`, `weight: 0` or another of
-`keys.LOSS_FLAGS`. `details` is JSON text of what else chat templates write (`DETAILS`), or None. A content of typed
-parts is taken apart: its texts become the content, its reasoning and calls details.
+Roles are known by the names that data sets use. A turn becomes {role, content, train} and those of `DETAILS` that it
+has. `train` is true on the assistant's turns that the loss counts; a turn opts out with `train: false`, `weight: 0` or
+another of `problems.LOSS_FLAGS`. A content of typed parts is taken apart.
+
+Tools and calls get OpenAI's form, which transformers' `apply_chat_template` expects: a tool is {"type": "function",
+"function": {name, description, parameters}}, a call {"id", "type": "function", "function": {name, arguments}} with the
+arguments as an object. Also read: bare functions, arguments as JSON text, the ShareGPT texts of Glaive and
+LLaMA-Factory, and Anthropic's `input` and `input_schema`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from tunebook.data.keys import LOSS_FLAGS, KeyAccount, is_empty
-from tunebook.data.problems import DocumentError, type_name
-from tunebook.data.tools import Call, read_calls
+from tunebook.data.problems import LOSS_FLAGS, DocumentError, KeyAccount, is_empty, type_name
 from tunebook.errors import did_you_mean
 
 Turn = dict[str, Any]
+Tool = dict[str, Any]
+Call = dict[str, Any]
 
 # The four roles chat templates know, and the names under which data sets write them.
 ROLE_NAMES = {
@@ -30,7 +33,7 @@ ROLE_NAMES = {
 CALL_ROLES = ("function_call", "tool_call", "tool_calls")  # of turns whose text is calls of tools
 ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names} | dict.fromkeys(CALL_ROLES, "assistant")
 
-DETAILS = ("reasoning", "tool_calls", "tool_call_id", "name")  # the keys of `details`
+DETAILS = ("reasoning", "tool_calls", "tool_call_id", "name")  # what else chat templates write of a turn
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CALL_KEYS = ("tool_calls", "function_call")
 _TURN_KEYS = (("from", "value"), ("role", "content"))
@@ -43,15 +46,7 @@ _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _MEDIA_PARTS = ("image", "audio", "video", "file", "document")
 _PARTS = (*_TEXT_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
 _PART_VALUES = ("text", "value", "content", "thinking", "reasoning")
-
-
-@dataclass(kw_only=True)
-class _Content:
-    """What the parts of one turn's content hold."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+_BAD_TOOL = "data-bad-tool"
 
 
 def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool = False) -> list[Turn]:
@@ -64,24 +59,20 @@ def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool
         read = _read_turn(turn, number, account, is_prompt)
         is_call = str(turn.get("from", turn.get("role"))).lower() in CALL_ROLES
         if is_call and turns and turns[-1]["role"] == "assistant" and turns[-1]["train"] == read["train"]:
-            # What the assistant says and what it calls is one turn.
+            # A text of the assistant and the calls after it are one turn.
             turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", []), *read["tool_calls"]]
         else:
             turns.append(read)
         tool_names |= {call["id"]: call["function"]["name"] for call in read.get("tool_calls", []) if "id" in call}
         if read["role"] == "tool" and read.get("tool_call_id") in tool_names:
             read.setdefault("name", tool_names[read["tool_call_id"]])
-    for turn in turns:
-        details = {key: turn.pop(key) for key in DETAILS if key in turn}
-        turn["details"] = json.dumps(details, ensure_ascii=False) if details else None
     return turns
 
 
 def texts_of_turn(turn: Turn) -> list[str]:
-    """The texts of a corpus row's turn: its content, its reasoning, and the arguments of its calls."""
-    details = json.loads(turn["details"]) if turn.get("details") else {}
-    arguments = [call["function"]["arguments"] for call in details.get("tool_calls", ())]
-    return [text for text in (turn["content"], details.get("reasoning"), *texts_in(arguments)) if text]
+    """The texts of a turn: its content, its reasoning, and the arguments of its calls."""
+    arguments = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
+    return [text for text in (turn["content"], turn.get("reasoning"), *texts_in(arguments)) if text]
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -89,17 +80,17 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(one)
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(entry)
 
 
 def make_turn(role: str, content: object, name: str) -> Turn:
     """A turn with a known role, whose content is the document's field `name`."""
-    return {"role": role, "content": check_text(content, f"'{name}'"), "train": role == "assistant", "details": None}
+    return {"role": role, "content": check_text(content, f"'{name}'"), "train": role == "assistant"}
 
 
-def check_conversation(turns: list[Turn]) -> list[Turn]:
-    """The turns, if they can be trained on. Raises: DocumentError."""
+def check_conversation(turns: list[Turn]) -> None:
+    """Raises: DocumentError for turns that cannot be trained on."""
     if not turns:
         raise DocumentError("the conversation is empty; it needs a user's and an assistant's turn")
     for number, turn in enumerate(turns[1:], 2):
@@ -113,7 +104,6 @@ def check_conversation(turns: list[Turn]) -> list[Turn]:
             "every assistant turn is marked as not to be trained on (train: false, weight: 0 and the like), so "
             "there is nothing to train on"
         )
-    return turns
 
 
 def check_text(value: object, what: str) -> str:
@@ -126,7 +116,6 @@ def check_text(value: object, what: str) -> str:
 
 
 def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) -> Turn:
-    """One turn with its details as keys of their own."""
     if not isinstance(turn, dict):
         raise DocumentError(f"turn {number} is {type_name(turn)} where an object with a role and text belongs")
     turn = account.without_ignored(turn)
@@ -147,24 +136,34 @@ def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) 
             calls += read_calls(turn[key], f"'{key}' of {place}")
     if content_key not in turn and not calls:
         raise DocumentError(f"{place} has no '{content_key}'; its keys are: {', '.join(turn)}")
-    what = f"the {content_key} of {place}"
-    if name.lower() in CALL_ROLES:
-        read = _Content(calls=read_calls(turn.get(content_key), what))
-    else:
-        read = _read_content(turn.get(content_key), role, what, has_calls=bool(calls))
     # The same reasoning may stand under several keys.
     reasoning = {check_text(turn[key], f"'{key}' of {place}") for key in REASONING_KEYS if not is_empty(turn.get(key))}
-    reasoning |= {read.reasoning} if read.reasoning else set()
-    if len(reasoning) > 1 or (calls and read.calls):
+    value, what = turn.get(content_key), f"the {content_key} of {place}"
+    text, part_reasoning, part_calls = "", "", []
+    if name.lower() in CALL_ROLES:
+        part_calls = read_calls(value, what)
+    elif role == "tool" and (isinstance(value, dict) or _is_list_of_values(value)):  # a result that is not text
+        text = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, list):
+        text, part_reasoning, part_calls = _read_parts(value, role, what)
+        if not (text.strip() or part_calls or calls or role == "tool"):
+            raise DocumentError(f"{what} has no text")
+    elif isinstance(value, str) and (calls or role == "tool"):  # a tool may return nothing
+        text = value
+    elif value is not None or not calls:  # an answer may be calls alone
+        text = check_text(value, what)
+    reasoning |= {part_reasoning} if part_reasoning else set()
+    if len(reasoning) > 1 or (calls and part_calls):
         raise DocumentError(f"{place} has {'calls' if calls else 'reasoning'} in two places; keep one of them")
+    calls = calls or part_calls
     made: Turn = {
         "role": role,
-        "content": read.text if read.text.strip() or not (calls or read.calls) else None,
+        "content": None if calls and not text.strip() else text,
         "train": _read_train(turn, role, number, is_prompt),
     }
-    given = {"reasoning": "".join(reasoning), "tool_calls": calls or read.calls}
-    given |= {key: str(turn[key]) for key in ("tool_call_id", "name") if not is_empty(turn.get(key))}
-    return made | {key: entry for key, entry in given.items() if entry}
+    details = {"reasoning": "".join(reasoning), "tool_calls": calls}
+    details |= {key: str(turn[key]) for key in ("tool_call_id", "name") if not is_empty(turn.get(key))}
+    return made | {key: entry for key, entry in details.items() if entry}
 
 
 def _read_role(name: str, number: int) -> str:
@@ -179,63 +178,52 @@ def _read_role(name: str, number: int) -> str:
     return role
 
 
-def _read_content(value: object, role: str, what: str, *, has_calls: bool) -> _Content:
-    """A content as text or parts. It may be absent if there are calls, and a tool may return an empty text."""
-    may_be_blank = has_calls or role == "tool"
-    if value is None and has_calls:
-        return _Content()
-    if role == "tool" and (isinstance(value, dict) or _is_list_of_values(value)):  # a result that is not text
-        return _Content(text=json.dumps(value, ensure_ascii=False))
-    if isinstance(value, list):
-        read = _Content()
-        for number, part in enumerate(value, 1):
-            _read_part(part, role, f"part {number} of {what}", read)
-        if not (read.text.strip() or read.calls or may_be_blank):
-            raise DocumentError(f"{what} has no text")
-        return read
-    if isinstance(value, str) and may_be_blank:
-        return _Content(text=value)
-    return _Content(text=check_text(value, what))
-
-
 def _is_list_of_values(value: object) -> bool:
     """Whether the result of a tool is a list of objects of its own, and not of parts with type and text."""
-    objects = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-    return any("type" not in one and "text" not in one for one in objects)
+    objects = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    return any("type" not in entry and "text" not in entry for entry in objects)
 
 
-def _read_part(part: object, role: str, place: str, read: _Content) -> None:
-    """Add one part of a content. Raises: DocumentError for images and the like, and an order no template writes."""
-    if isinstance(part, str):
-        part = {"type": "text", "text": part}
-    if not isinstance(part, dict):
-        raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
-    kind = str(part.get("type", "text")).lower()
-    if any(name in kind for name in _MEDIA_PARTS):
-        raise DocumentError(
-            f"{place} is of type '{kind}': images, audio, video and files cannot be trained on; remove such documents",
-            problem_id="data-media",
-        )
-    if kind not in _PARTS:
-        raise DocumentError(f"{place} is of type '{kind}'; known are {', '.join(_PARTS)}")
-    if kind not in _TEXT_PARTS and role != "assistant":
-        raise DocumentError(f"{place} is of type '{kind}', which is the assistant's alone")
-    if kind in _CALL_PARTS:
-        call = next((part[key] for key in ("value", kind) if part.get(key) is not None), part)
-        read.calls += read_calls(call, place)
-        return
-    text = next((part[key] for key in _PART_VALUES if part.get(key) is not None), None)
-    if text is None and all(key == "type" or is_empty(entry) for key, entry in part.items()):
-        text = ""  # Parquet writes an absent text as null
-    if not isinstance(text, str):
-        raise DocumentError(f"{place} is of type '{kind}' and has no text; its keys are: {', '.join(part)}")
-    is_reasoning = kind in _REASONING_PARTS
-    if text.strip() and (read.calls or (is_reasoning and read.text.strip())):
-        raise DocumentError(f"{place} is {kind} too late: chat templates write reasoning, then text, then calls")
-    if is_reasoning:
-        read.reasoning += text
-    else:
-        read.text += text
+def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[Call]]:
+    """The text, the reasoning and the calls of a content in parts.
+
+    Raises: DocumentError for images and the like, and for an order that no template writes.
+    """
+    text, reasoning, calls = "", "", []
+    for number, part in enumerate(parts, 1):
+        place = f"part {number} of {what}"
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict):
+            raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
+        kind = str(part.get("type", "text")).lower()
+        if any(name in kind for name in _MEDIA_PARTS):
+            raise DocumentError(
+                f"{place} is of type '{kind}': images, audio, video and files cannot be trained on; remove such "
+                "documents",
+                problem_id="data-media",
+            )
+        if kind not in _PARTS:
+            raise DocumentError(f"{place} is of type '{kind}'; known are {', '.join(_PARTS)}")
+        if kind not in _TEXT_PARTS and role != "assistant":
+            raise DocumentError(f"{place} is of type '{kind}', which is the assistant's alone")
+        if kind in _CALL_PARTS:
+            call = next((part[key] for key in ("value", kind) if part.get(key) is not None), part)
+            calls += read_calls(call, place)
+            continue
+        written = next((part[key] for key in _PART_VALUES if part.get(key) is not None), None)
+        if written is None and all(key == "type" or is_empty(entry) for key, entry in part.items()):
+            written = ""  # Parquet writes an absent text as null
+        if not isinstance(written, str):
+            raise DocumentError(f"{place} is of type '{kind}' and has no text; its keys are: {', '.join(part)}")
+        is_reasoning = kind in _REASONING_PARTS
+        if written.strip() and (calls or (is_reasoning and text.strip())):
+            raise DocumentError(f"{place} is {kind} too late: chat templates write reasoning, then text, then calls")
+        if is_reasoning:
+            reasoning += written
+        else:
+            text += written
+    return text, reasoning, calls
 
 
 def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool) -> bool:
@@ -252,3 +240,88 @@ def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool
             "from it (dataset.train_on=everything trains on every token)"
         )
     return can_be and all(flags.values())
+
+
+def read_tools(value: object, field: str) -> list[Tool]:
+    """The tools of a document: a list, or JSON text of one. Raises: DocumentError naming `field` and the tool."""
+    if is_empty(value):
+        return []
+    tools = _read_list(value, f"'{field}'")
+    return [_read_tool(tool, f"tool {number} of '{field}'") for number, tool in enumerate(tools, 1)]
+
+
+def _read_tool(value: object, place: str) -> Tool:
+    tool = _read_object(value, place)
+    function = _read_object(tool.get("function", tool), place)
+    if tool.get("type", "function") != "function":
+        raise DocumentError(
+            f"{place} is of type '{tool['type']}', and templates write functions only", problem_id=_BAD_TOOL
+        )
+    _require_name(function, place)
+    written = {key: entry for key, entry in function.items() if entry is not None and key != "type"}
+    if "input_schema" in written:
+        written["parameters"] = written.pop("input_schema")
+    if "parameters" in written:
+        _read_object(written["parameters"], f"{place}: its 'parameters'")
+    return {"type": "function", "function": written}
+
+
+def read_calls(value: object, place: str) -> list[Call]:
+    """Calls of tools: one or a list, as objects or JSON text. Raises: DocumentError naming `place`."""
+    return [_read_call(call, place) for call in _read_list(value, place)]
+
+
+def _read_call(value: object, place: str) -> Call:
+    call = _read_object(value, place)
+    function = _read_object(call.get("function") or call, place)
+    name = _require_name(function, place)
+    given: Any = next(
+        (function[key] for key in ("arguments", "parameters", "input") if function.get(key) is not None), {}
+    )
+    if isinstance(given, str):  # some data sets wrote the JSON text twice
+        given = _parse(given.strip() or "{}", f"the arguments of '{name}' in {place}")
+    arguments = _read_object(given, f"the arguments of '{name}' in {place}")
+    made: Call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if call.get("id") is None else {"id": str(call["id"]), **made}
+
+
+def read_template_kwargs(value: object) -> dict[str, Any]:
+    """`chat_template_kwargs` of a document: an object, or JSON text of one. Raises: DocumentError."""
+    given = _read_object(value, "'chat_template_kwargs'", problem_id="data-bad-document")
+    return {key: entry for key, entry in given.items() if entry is not None}
+
+
+def _require_name(function: Mapping[str, Any], place: str) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise DocumentError(
+            f"{place} has no 'name'; its keys are: {', '.join(function) or 'none'}", problem_id=_BAD_TOOL
+        )
+    return name
+
+
+def _read_list(value: object, place: str) -> list[Any]:
+    if isinstance(value, str):
+        value = _parse(value, place)
+    if isinstance(value, Mapping):  # a single one
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise DocumentError(f"{place} is {type_name(value)} where a list of objects belongs", problem_id=_BAD_TOOL)
+    return value
+
+
+def _read_object(value: object, place: str, problem_id: str = _BAD_TOOL) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _parse(value, place)
+    if not isinstance(value, dict):
+        raise DocumentError(f"{place} is {type_name(value)} where an object belongs", problem_id=problem_id)
+    return value
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text, strict=False)  # line breaks inside texts are common
+    except ValueError as error:
+        raise DocumentError(
+            f"{place} is text that is not JSON ({error}): {text[:60]!r}", problem_id=_BAD_TOOL
+        ) from error

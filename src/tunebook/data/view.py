@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
-from tunebook.data.corpus import IGNORED_LABEL, Row
+from tunebook.data.corpus import IGNORED_LABEL, Row, SourceRecord
 from tunebook.data.encode import num_shared
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.terminal import print_lines, print_text
@@ -37,10 +36,9 @@ def show_prepared(
 ) -> None:
     """Print all facts about prepared data; without a tokenizer, samples are token ids."""
     has_color = console.is_terminal and console.color_system is not None and not console.no_color
-    console.print(render_sources(prepared))
-    show_summary(prepared, console)
+    print_lines(["Sources", *map(_source_line, prepared.records), *summary_lines(prepared)], console)
     for name, part in prepared.parts().items():
-        console.print(render_histogram(name, part))
+        print_text("\n".join(histogram_lines(name, part)), console)
     if num_samples > 0:
         console.print(Text("Samples as the model sees them; trained on: "), end="")
         console.print(Text("in color", style=TRAINED_STYLE) if has_color else Text("[[in double brackets]]"))
@@ -51,9 +49,9 @@ def show_prepared(
     print_text(f"prepared data: {prepared.folder}", console, style="dim")
 
 
-def show_summary(prepared: Prepared, console: Console) -> None:
-    """Print `summary_lines`."""
-    print_lines(summary_lines(prepared), console)
+def _source_line(record: SourceRecord) -> str:
+    version = record.revision or (f"sha256 {record.sha256[:12]}" if record.sha256 else "generated")
+    return f"  {record.location}: {record.format}, {record.num_documents:,} documents, {version}"
 
 
 def summary_lines(prepared: Prepared) -> list[str]:
@@ -61,7 +59,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
     lines = ["Data (prepared earlier)" if prepared.was_cached else "Data"]
     for name, part in prepared.parts().items():
         counts = part.counts
-        contents = [f", {count:,} {what}" for what, count in sorted(counts.contents.items())]
+        contents = [f", {count:,} {name}" for name, count in sorted(counts.contents.items())]
         lines.append(
             f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens (mean "
             f"{counts.num_tokens / counts.num_documents:,.1f}), "
@@ -80,7 +78,8 @@ def summary_lines(prepared: Prepared) -> list[str]:
                     "dataset.overlong=drop or split"
                 )
             lines.append(f"    {text}")
-        lines += [f"    {count:,} left out: {counts.first[reason]}" for reason, count in counts.skipped.most_common()]
+        skipped = counts.skipped
+        lines += [f"    {count:,} left out: {skipped.first[reason]}" for reason, count in skipped.reasons.most_common()]
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
         lines += [
             f"    note: {note}: {count:,} (the first: {counts.first[note]})"
@@ -89,30 +88,17 @@ def summary_lines(prepared: Prepared) -> list[str]:
     return [*lines, *(f"  note: {note}" for note in prepared.notes)]
 
 
-def render_sources(prepared: Prepared) -> RenderableType:
-    """The sources of the documents."""
-    table = _table("Sources", "location", "format", "documents", "version")
-    table.columns[2].justify = "right"
-    for record in prepared.records:
-        version = record.revision or (f"sha256 {record.sha256[:12]}" if record.sha256 else "")
-        table.add_row(Text(record.location), record.format, f"{record.num_documents:,}", version)
-    return Group(table, "")
-
-
-def render_histogram(name: str, part: PreparedPart) -> RenderableType:
+def histogram_lines(name: str, part: PreparedPart) -> list[str]:
     """The number of documents of each length."""
-    lengths = part.counts.lengths
-    fullest = max(lengths.counts)
-    title = f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"
-    table = _table(title, "tokens", "documents", "")
-    table.columns[0].justify = table.columns[1].justify = "right"
-    for start, end, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
+    edges, counts = part.counts.lengths["edges"], part.counts.lengths["counts"]
+    lines = [f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
+    for start, end, count in zip(edges, edges[1:], counts, strict=False):
         last = min(end - 1, part.counts.longest)
         label = f"{start:,}" if last == start else f"{start:,} to {last:,}"
         # A bin that is not empty shows at least one mark.
-        bar = "#" * max(round(_BAR_WIDTH * count / fullest), int(count > 0))
-        table.add_row(label, f"{count:,}", Text(bar, style="cyan"))
-    return Group(table, "")
+        bar = "#" * max(round(_BAR_WIDTH * count / max(counts)), int(count > 0))
+        lines.append(f"{label:>19} {count:>11,} {bar}".rstrip())
+    return lines
 
 
 def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[tuple[str, Row]]:
@@ -170,7 +156,3 @@ def _decode(input_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None)
 
 def _with_share(count: int, total: int) -> str:
     return f"{count:,} ({count / total:.1%})" if total else f"{count:,}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -117,7 +117,7 @@ class Chat:
     def _encode(self, turns: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation, ready for the answer."""
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation.plain([*system, *turns]))
+        return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation(messages=[*system, *turns]))
 
     def _generate(self, tokens: list[int], show: Callable[[str, bool], None]) -> list[int]:
         """Generate an answer and show its text piece by piece; return the new tokens."""

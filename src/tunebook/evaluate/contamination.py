@@ -14,6 +14,7 @@ template. Source: "Language Models are Few-Shot Learners" (GPT-3, arXiv 2005.141
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -112,7 +113,7 @@ def conversation_questions(file: Path, limit: int | None) -> list[Question]:
     questions: list[Question] = []
     for _, record in read_records(file, DocumentProblems(str(file)), normalizer.account):
         with suppress(DocumentError):  # the evaluation itself refuses such a file
-            questions.append(document_question({"messages": [], **normalizer.row(record)}))
+            questions.append(document_question({"messages": "[]", **normalizer.row(record)}))
     return questions[:limit]
 
 
@@ -120,14 +121,15 @@ def document_question(row: Mapping[str, Any]) -> Question:
     """A document as an item: its prompt, the turns that are not the assistant's, or all of it."""
     if "messages" not in row:
         return (row.get("prompt", row.get("text")),)
-    questions = [turn for turn in row["messages"] if turn["role"] not in ("assistant", "system")]
-    return tuple(text for turn in questions or row["messages"] for text in texts_of_turn(turn))
+    turns = json.loads(row["messages"])
+    questions = [turn for turn in turns if turn["role"] not in ("assistant", "system")]
+    return tuple(text for turn in questions or turns for text in texts_of_turn(turn))
 
 
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
     """The turns or fields of a training document."""
     if "messages" in row:
-        return [text for turn in row["messages"] for text in texts_of_turn(turn)]
+        return [text for turn in json.loads(row["messages"]) for text in texts_of_turn(turn)]
     return [row["prompt"], row["completion"]] if "prompt" in row else [row["text"]]
 
 

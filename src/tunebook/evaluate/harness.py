@@ -230,10 +230,8 @@ def render_conversations(
     normalizer = Normalizer(Format.auto, FormatSettings(system_prompt=system_prompt))
     conversations = []
     for number, record in read_records(file, problems, normalizer.account):
-        try:
+        with problems.noted(number):
             conversations.append((_answered(normalizer.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
-        except DocumentError as error:
-            problems.add(number, error)
     problems.num_documents = len(conversations)
     problems.raise_if_any()
     if not conversations:

@@ -17,8 +17,7 @@ from typing import Any
 from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
-from tunebook.data.batch import BatchPlan
-from tunebook.data.mean_length import longest_document
+from tunebook.data.batch import BatchPlan, longest_document
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.facts.sharing import offloaded_states, uses_nvme

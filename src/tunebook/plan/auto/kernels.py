@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source
 from tunebook.config.schema import FsdpConfig, RunConfig, world_size
-from tunebook.data.mean_length import count_documents, mean_tokens
+from tunebook.data.batch import count_documents, mean_tokens
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     SINK_ARCHITECTURES,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tunebook.config.choices import PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, data_ranks
-from tunebook.data.mean_length import longest_document
+from tunebook.data.batch import longest_document
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.rows import step_ledger
 

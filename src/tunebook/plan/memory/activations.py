@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
 from tunebook.config.schema import RunConfig, data_ranks, world_size
-from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
-from tunebook.data.mean_length import longest_document
+from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch, longest_document
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import config_file
