@@ -13,7 +13,7 @@ from tunebook.evaluate.results import (
     task_answers,
     task_scores,
 )
-from tunebook.record.differences import mean_score
+from tunebook.record.scores import mean_score
 
 
 def sample(prompt: str, answer: str, expected: str, group: str | None, filter_name: str = "strip") -> dict[str, Any]:

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunebook.record.page.overview import summarize
-from tunebook.record.page.scores import compare_scores
 from tunebook.record.report import config_differences, number_rows, render_comparison, short_names
 from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.scores import compare_scores
 
 
 def rows_of(records: list[RunRecord]) -> dict[str, list[str]]:

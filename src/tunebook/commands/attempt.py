@@ -208,7 +208,7 @@ def show_scores(folder: Path, console: Console) -> None:
     files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
     records = [read_json(file) for file in files if file.is_file()]
     if files[-1].is_file():
-        console.print(score_table(records, folder))
+        console.print(score_table(records))
         before, after = [None, *records][-2:]
         for line in score_lines(after):
             print_text(line, console)

@@ -24,7 +24,6 @@ from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
-from tunebook.record.differences import answers_of
 from tunebook.record.locks import describe_differences
 from tunebook.record.manifest import MANIFEST_FILE, check_manifest
 from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
@@ -43,15 +42,8 @@ from tunebook.record.page.overview import (
     title_of,
     validation_of_model,
 )
-from tunebook.record.page.scores import (
-    baseline_of,
-    compare_scores,
-    later_evaluations,
-    pair_samples,
-    score_rows,
-    unit_of,
-)
 from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.scores import baseline_of, compare_scores, later_evaluations, pair_samples, score_rows, unit_of
 
 NO_RECIPE = "none (own model and data)"
 _NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists all
@@ -101,7 +93,7 @@ def render_run(record: RunRecord) -> str:
         validation_of_model=validation_of_model(record),
         peak_tflops=next(iter(record.values("peak_tflops")), None),
         different_packages=", ".join(describe_differences(lock.get("differences") or {}, _NUM_DIFFERENCES)),
-        scores=score_rows(before, after, answers_of(record.folder, before), answers_of(record.folder, after)),
+        scores=score_rows(before, after),
         later=later_evaluations(record),
         before=before,
         after=after,

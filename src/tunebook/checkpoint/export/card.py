@@ -14,9 +14,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from tunebook.config.book import BOOK_PREFIX
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.schema import RunConfig, world_size
-from tunebook.record.differences import score_in_words
 from tunebook.record.model_origin import ORIGIN_FILE, Origin
+from tunebook.record.page.numbers import Unit
 from tunebook.record.run_record import RunRecord
+from tunebook.record.scores import score_text
 
 _FINAL = "model"  # the run's folder with the trained model
 
@@ -66,7 +67,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
         ],
         evaluations=found,
         tasks={name: task for item in found for name, task in item["tasks"].items()},
-        score=lambda task: "-" if task is None else score_in_words(task, as_share=False),
+        score=lambda task: "-" if task is None else score_text(task, Unit.plain),
     )
     return str(filled).rstrip() + "\n"
 

@@ -1,15 +1,17 @@
-"""The evaluations in a report: scores before and after training and of later evaluations, samples."""
+"""The evaluations of a run as tables, for the report and the terminal: scores, their changes, samples."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tunebook.record.differences import Answers, Difference, answers_of, is_share, standard_error, task_difference
 from tunebook.record.page.numbers import MINUS, Unit, format_value
-from tunebook.record.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from tunebook.record.run_record import RunRecord
 
 NUM_SAMPLES = 5
 FINAL_MODEL = "model"  # how a record names a run's own final model
@@ -18,8 +20,8 @@ _TURN_PATTERNS = (
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
     re.compile(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)", re.DOTALL),
 )
-_Scores = Mapping[str, Mapping[str, Any]]  # of one evaluation, by task
-_Column = dict[str, tuple[_Scores, Answers]]  # the evaluation of each task that a column of the table shows
+_Record = Mapping[str, Any]  # of an evaluation
+_Tasks = Mapping[str, Mapping[str, Any]]  # the scores of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,47 +53,33 @@ class ScoreRow:
         return " / ".join(f"{number:,}" for number in (numbers[:1] if len(set(numbers)) == 1 else numbers))
 
 
-def score_rows(
-    before: dict[str, Any] | None,
-    after: dict[str, Any] | None,
-    answers_before: Answers | None = None,
-    answers_after: Answers | None = None,
-) -> list[ScoreRow]:
-    """Every task, each followed by its groups. The change is paired by item if both evaluations have answers."""
+def score_rows(before: _Record | None, after: _Record | None) -> list[ScoreRow]:
+    """Every task, each followed by its groups."""
     old, new = (before or {}).get("tasks", {}), (after or {}).get("tasks", {})
-    columns = [dict.fromkeys(old, (old, answers_before or {})), dict.fromkeys(new, (new, answers_after or {}))]
     names = list(dict.fromkeys([*new, *old]))
     # A baseline does not name its task, so it is drawn only if there is a single one.
     baseline = (baseline_of(before, after) or {}) if len(names) == 1 else {}
     rows = []
     for name in names:
-        rows.append(_row(name, columns, baseline=baseline.get("value")))
+        rows.append(_row(name, [old, new], baseline=baseline.get("value")))
         for group in dict.fromkeys(group for tasks in (new, old) for group in tasks.get(name, {}).get("groups") or {}):
             level = baseline.get("groups", {}).get(group, {}).get("value")
-            rows.append(_row(name, columns, group, baseline=level))
+            rows.append(_row(name, [old, new], group, baseline=level))
     return rows
 
 
-def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, baseline: float | None = None) -> ScoreRow:
+def _row(name: str, columns: Sequence[_Tasks], group: str | None = None, *, baseline: float | None = None) -> ScoreRow:
     """The row of a task, or of a group of its items. Changes are from the first column."""
-    tasks = [column[name][0][name] if name in column else None for column in columns]
-    found = [task if task is None or group is None else (task.get("groups") or {}).get(group) for task in tasks]
-    unit = unit_of(*filter(None, found), *filter(None, tasks))
-    scores: list[Score | None] = []
-    for score, column in zip(found, columns, strict=True):
-        if score is None:
-            scores.append(None)
-            continue
-        change = ""
-        if scores and found[0] is not None:
-            (old, old_answers), (new, new_answers) = columns[0][name], column[name]
-            change = _change_text(task_difference(name, old, new, old_answers, new_answers, group), unit)
-        scores.append(
-            Score(
-                value=score["value"], standard_error=standard_error(score), text=score_text(score, unit),
-                num_items=score["num_items"], change=change,
-            )
-        )  # fmt: skip
+    tasks = [column.get(name) for column in columns]
+    recorded = [task if task is None or group is None else (task.get("groups") or {}).get(group) for task in tasks]
+    unit = unit_of(*filter(None, recorded), *filter(None, tasks))
+    scores = [
+        None if score is None else Score(
+            value=score["value"], standard_error=standard_error(score), text=score_text(score, unit),
+            num_items=score["num_items"], change=_change(recorded[0], score, unit) if index and recorded[0] else "",
+        )
+        for index, score in enumerate(recorded)
+    ]  # fmt: skip
     return ScoreRow(
         name=name if group is None else group,
         is_group=group is not None,
@@ -103,33 +91,60 @@ def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, bas
 
 
 def unit_of(*scores: Mapping[str, Any]) -> Unit:
-    """Percent for shares of right answers; plain for other scores, such as a perplexity."""
-    return Unit.share if is_share(*scores) else Unit.plain
+    """Percent if all scores are shares of right answers; plain for others: a perplexity may also be below 1."""
+    is_share = all(score.get("higher_is_better") is not False and 0 <= score["value"] <= 1 for score in scores)
+    return Unit.share if is_share else Unit.plain
 
 
 def score_text(score: Mapping[str, Any], unit: Unit) -> str:
     """A score with its standard error."""
-    error, text = standard_error(score), format_value(score["value"], unit)
-    if error is None:
-        return text
-    return text + (f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}")
+    return format_value(score["value"], unit) + _error_text(standard_error(score), unit)
 
 
-def _change_text(difference: Difference, unit: Unit) -> str:
-    """A difference with its sign and standard error; for shares in percentage points."""
-    value, error = difference
-    sign, value = "" if not value else "+" if value > 0 else MINUS, abs(value)
+def standard_error(score: Mapping[str, Any]) -> float | None:
+    """The standard error of a score. A share of right answers without one gets it by the harness' formula."""
+    error: float | None = score.get("stderr")
+    value, num_items = score["value"], score["num_items"]
+    if error is None and 0 <= value <= 1 and num_items > 1:
+        return math.sqrt(value * (1 - value) / (num_items - 1))
+    return error
+
+
+def _change(old: Mapping[str, Any], new: Mapping[str, Any], unit: Unit) -> str:
+    """A difference with its sign and the errors of both scores together; for shares in percentage points."""
+    value, errors = new["value"] - old["value"], (standard_error(old), standard_error(new))
+    error = None if None in errors else math.hypot(*filter(None, errors))
+    sign = "" if not value else "+" if value > 0 else MINUS
     if unit is Unit.share:
-        return f"{sign}{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " points"
-    return f"{sign}{format_value(value)}" + ("" if error is None else f" ± {format_value(error)}")
+        return f"{sign}{100 * abs(value):.1f}{_error_text(error, unit)} points"
+    return f"{sign}{format_value(abs(value))}{_error_text(error, unit)}"
 
 
-def baseline_of(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+def _error_text(error: float | None, unit: Unit) -> str:
+    if error is None:
+        return ""
+    return f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}"
+
+
+def baseline_of(before: _Record | None, after: _Record | None) -> dict[str, Any] | None:
     """The baseline of the evaluations: `name`, `value` and `groups`; None without one."""
     return (after or {}).get("baseline") or (before or {}).get("baseline")
 
 
-def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[dict[str, Any]]:
+def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
+    """The mean over the tasks that are not part of a group, and whether higher is better.
+
+    None without tasks, and if higher is better for some and worse for others.
+    """
+    within = {child for task in tasks.values() for child in task["subtasks"]}
+    top = [task for name, task in tasks.items() if name not in within]
+    directions = {task["higher_is_better"] is not False for task in top}
+    if len(directions) != 1:
+        return None
+    return sum(task["value"] for task in top) / len(top), directions.pop()
+
+
+def pair_samples(before: _Record | None, after: _Record | None) -> list[dict[str, Any]]:
     """Five samples, in the order that the evaluation chose, with the answers to the same prompt before and after.
 
     An answer is its text, and whether it is right: None if the metric does not judge single answers.
@@ -138,18 +153,18 @@ def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) ->
         {(sample["task"], sample["prompt"]): sample for sample in (evaluation or {}).get("samples", [])}
         for evaluation in (before, after)
     )
-    found = []
+    samples = []
     for key, shown in list((new or old).items())[:NUM_SAMPLES]:
         group = shown.get("group")
         pair = [(str(side[key]["answer"]), side[key]["correct"]) if key in side else None for side in (old, new)]
-        found.append(
+        samples.append(
             {
                 "task": f"{shown['task']}: {group}" if group and group != shown["task"] else shown["task"],
                 "turns": split_turns(shown["prompt"]), "expected": str(shown["expected"]),
                 "before": pair[0], "after": pair[1],
             }
         )  # fmt: skip
-    return found
+    return samples
 
 
 def split_turns(prompt: str) -> list[tuple[str, str]]:
@@ -165,12 +180,12 @@ def split_turns(prompt: str) -> list[tuple[str, str]]:
 
 def later_evaluations(record: RunRecord) -> list[tuple[str, str, list[ScoreRow]]]:
     """The evaluations by `tunebook eval`, the newest first: name, what was evaluated, a row per task."""
-    found = []
+    evaluations = []
     for evaluation in reversed(record.evaluations):
         limit = f", the first {evaluation['limit']} items" if evaluation.get("limit") else ""
-        column: _Column = dict.fromkeys(evaluation["tasks"], (evaluation["tasks"], {}))
-        found.append((evaluation["when"], evaluation["model"] + limit, [_row(name, [column]) for name in column]))
-    return found
+        rows = [_row(name, [evaluation["tasks"]]) for name in evaluation["tasks"]]
+        evaluations.append((evaluation["when"], evaluation["model"] + limit, rows))
+    return evaluations
 
 
 def compare_scores(records: Sequence[RunRecord]) -> list[ScoreRow]:
@@ -178,12 +193,11 @@ def compare_scores(records: Sequence[RunRecord]) -> list[ScoreRow]:
 
     The score is that of the run's final model: after training, or from the newest later evaluation.
     """
-    columns: list[_Column] = []
+    columns: list[dict[str, Any]] = []
     for record in records:
         later = [evaluation for evaluation in record.evaluations if evaluation["model"] == FINAL_MODEL]
-        column: _Column = {}
+        column: dict[str, Any] = {}
         for evaluation in filter(None, (record.after, *reversed(later))):
-            found = evaluation["tasks"], answers_of(record.folder, evaluation)
-            column |= {name: found for name in evaluation["tasks"] if name not in column}
+            column = evaluation["tasks"] | column
         columns.append(column)
     return [_row(name, columns) for name in dict.fromkeys(name for column in columns for name in column)]

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tunebook.record.page.scores import (
+from tunebook.record.run_record import RunRecord
+from tunebook.record.scores import (
     ScoreRow,
     compare_scores,
     later_evaluations,
@@ -14,7 +14,6 @@ from tunebook.record.page.scores import (
     score_rows,
     split_turns,
 )
-from tunebook.record.run_record import RunRecord
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -46,15 +45,6 @@ def test_rows_of_tasks_and_groups_have_scores_with_errors() -> None:
     # sqrt(0.8 x 0.2 / (5 - 1)) = 0.2
     assert group.scores[1] is not None and group.scores[1].standard_error == pytest.approx(0.2)
     assert texts(group) == ["0.0 % ± 0.0", "80.0 % ± 20.0"]
-
-
-def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
-    before, after = evaluation(0.2, stderr=0.2), evaluation(0.8, stderr=0.2)
-    old, new = {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 0.0}
-    keys = (("example", None), ("example", "sort"))
-    task, group = score_rows(before, after, dict.fromkeys(keys, old), dict.fromkeys(keys, new))
-    # 0 1 1 1 0: a standard deviation of sqrt(0.3), over sqrt(5)
-    assert (changes(task), changes(group)) == (["", "+60.0 ± 24.5 points"],) * 2
 
 
 def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
@@ -112,38 +102,28 @@ def test_partly_matched_prompt_is_shown_unchanged(prompt: str) -> None:
     assert split_turns(prompt) == [("", prompt)]
 
 
-def judged_evaluation(
-    when: str, values: dict[str, list[float]], folder: Path | None = None, **more: Any
-) -> dict[str, Any]:
-    """The record of an evaluation with the values of its items, and a file with its answers."""
+def judged_evaluation(when: str, values: dict[str, list[float]], **more: Any) -> dict[str, Any]:
+    """The record of an evaluation whose items have these values."""
     tasks = {
         name: {
             "metric": "exact_match", "value": sum(items) / len(items), "stderr": 0.1, "num_items": len(items),
-            "groups": {}, "items_sha256": f"{len(items)} items",
+            "groups": {},
         }
         for name, items in values.items()
     }  # fmt: skip
-    if folder is not None:
-        (folder / "evaluation").mkdir(parents=True, exist_ok=True)
-        lines = [
-            json.dumps({"task": name, "group": None, "item": number, "value": value})
-            for name, items in values.items()
-            for number, value in enumerate(items)
-        ]
-        (folder / "evaluation" / f"{when}-answers.jsonl").write_text("\n".join(lines))
     return {"when": when, "model": "model", "limit": None, "tasks": tasks, "failed": {}} | more
 
 
-def test_runs_stand_side_by_side_with_paired_differences_to_the_first(tmp_path: Path) -> None:
+def test_runs_stand_side_by_side_with_differences_to_the_first(tmp_path: Path) -> None:
     runs = [
-        RunRecord(folder=tmp_path / name, after=judged_evaluation("after", {"words": values}, tmp_path / name))
+        RunRecord(folder=tmp_path / name, after=judged_evaluation("after", {"words": values}))
         for name, values in (("a", [0, 0, 1, 1]), ("b", [0, 1, 1, 1]), ("c", [0, 0, 1]))
     ]
     (line,) = compare_scores(runs)
     assert (line.name, line.metric, line.num_items) == ("words", "exact_match", "4 / 4 / 3")
     assert texts(line) == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
-    # b: one of four items differs; c answered other items: both errors of 10 together
-    assert changes(line) == ["", "+25.0 ± 25.0 points", f"{MINUS}16.7 ± 14.1 points"]
+    # both errors of 10 together: sqrt(200)
+    assert changes(line) == ["", "+25.0 ± 14.1 points", f"{MINUS}16.7 ± 14.1 points"]
 
 
 def test_a_task_that_a_run_was_not_evaluated_on_has_no_score(tmp_path: Path) -> None:
