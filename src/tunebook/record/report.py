@@ -26,17 +26,20 @@ from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.locks import describe_differences
 from tunebook.record.manifest import MANIFEST_FILE, check_manifest
-from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
-from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
+from tunebook.record.page.charts import dash_of_run, loss_charts, other_charts, overlaid_charts
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
 from tunebook.record.page.overview import (
     Summary,
+    build_prediction,
     describe_duration,
     describe_machine,
+    flatten,
     format_time,
     main_score,
+    memory_bars,
     recipe_of,
     speed_unit,
+    start_bars,
     state_of,
     summarize,
     title_of,

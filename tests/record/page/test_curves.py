@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunebook.record.page.charts import Chart
-from tunebook.record.page.curves import loss_charts, other_charts, overlaid_charts
+from tunebook.record.page.charts import Chart, loss_charts, other_charts, overlaid_charts
 from tunebook.record.run_record import RunRecord, read_run
 
 

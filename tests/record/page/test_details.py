@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
 from tunebook.record.page.numbers import MINUS
-from tunebook.record.page.overview import summarize
+from tunebook.record.page.overview import build_prediction, flatten, memory_bars, start_bars, summarize
 from tunebook.record.report import render_page
 from tunebook.record.run_record import RunRecord, read_run
 
