@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunebook.evidence.differences import input_differences
+from tunebook.evidence.compare import input_differences
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.schema import Inputs
 

@@ -11,15 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.identity import flat_differences
-from tunebook.evidence.compare import claim_of_run, compare
-from tunebook.evidence.differences import Difference
+from tunebook.evidence.compare import Difference, claim_of_run, compare
 from tunebook.evidence.gather import read_facts
 from tunebook.record.run_folder import resolve_run
-from tunebook.terminal import print_text
 
 # Keys of the manifest, with all keys below them, that differ between any two runs.
 _UNIQUE_KEYS = tuple(f"{key}." for key in (
-    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "leak_probe.probe_s",
+    "status.started", "status.ended", "status.seconds", "command", "config_sha256", "leak_probe.probe_s",
     "leak_probe.warm_up_s", "start_up", "files_sha256", "model_files.training_args.bin",  # which names the run folder
 ))  # fmt: skip
 
@@ -47,10 +45,6 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
         found["results"] = results.to_json()["rows"] if results else []
         print(json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False))
         return 0
-    for run in (one, other):
-        for name in run.record.changed_files:
-            changed = f"{run.record.name}: {name} was changed after the run, by the hash in its manifest"
-            print_text(changed, console, style="yellow")
     if any(settings.values()):
         console.print(_settings_table(settings, (one.record.name, other.record.name)))
     else:

@@ -70,13 +70,10 @@ def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
     what = f"{found.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
     what += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(found.repeats)} runs, {found.recorded}"
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
-    tolerance = f"{found.tolerances[LOSS].value:.2g}"
-    if found.tolerances_elsewhere is not None:
-        tolerance += f"; on another processor {found.tolerances_elsewhere[LOSS].value:.2g}"
     cells = [
         f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", what,
         f"{results.losses[-1]:.4f}", _speed_text(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
-        tolerance,
+        f"{found.tolerances[LOSS].value:.2g}",
     ]  # fmt: skip
     if has_target:
         target = found.target
@@ -86,10 +83,10 @@ def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
 
 def _speed_text(found: Evidence) -> str:
     """The first run's speed, or the range of the repetitions if it is not judged."""
-    alike = [repeat.tokens_per_second_per_gpu for repeat in found.repeats if repeat.processor is None]
     if SPEED in found.tolerances:
-        return f"{alike[0]:,.0f}"
-    known = [speed for speed in alike if speed is not None]
+        return f"{found.repeats[0].tokens_per_second_per_gpu:,.0f}"
+    speeds = (repeat.tokens_per_second_per_gpu for repeat in found.repeats)
+    known = [speed for speed in speeds if speed is not None]
     return f"{min(known):,.0f} to {max(known):,.0f}, not judged" if known else "-"
 
 

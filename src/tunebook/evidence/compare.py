@@ -1,7 +1,8 @@
-"""One comparison of two runs' results, for `tunebook verify`, `reproduce` and `diff`: numbers, tolerances, verdicts."""
+"""The comparison of two runs, for `tunebook verify`, `reproduce` and `diff`: settings, numbers and their tolerances."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -12,13 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.errors import DifferenceError, first_few
-from tunebook.evidence.differences import (
-    hardware_differences,
-    named,
-    package_differences,
-    split_differences,
-)
+from tunebook.config.identity import changed_settings, flat_differences
+from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.evidence.gather import RunFacts, training_overrides
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Results, Software, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
@@ -26,6 +22,24 @@ from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, compute_tolerances
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
+
+Difference = tuple[str, Any, Any]  # the key, the value of the first (recorded) and that of the other run
+
+# How a step is split over GPUs and memory, and which kernels compute it. Tests prove that the loss does not depend on
+# them.
+_SPLITS = (
+    "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
+    "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
+)  # fmt: skip
+_PLANNED_BY = ("dataset.mean_tokens", "dataset.num_documents")  # stated sizes, which only a plan reads
+# Paths whose content is compared instead, if its hash is known of both runs.
+_PLACES = {
+    "data_sha256": re.compile(r"dataset\.(path|validation_path|parts\.[^.]+\.path)"),
+    "tokenizer_sha256": re.compile(r"model\.tokenizer"),
+    "chat_template_sha256": re.compile(r"model\.chat_template"),
+    "weights_fingerprint": re.compile(r"model\.path"),
+}
+_NUM_NAMED = 4  # differing keys that a message lists
 
 
 class Verdict(Enum):
@@ -68,7 +82,6 @@ class Claim:
     inputs: Inputs
     software: Software
     tolerances: dict[str, Tolerance]
-    elsewhere: dict[str, Tolerance] | None = None  # on another processor; None if the same tolerances hold there
     target: Target | None = None
     repeats: Sequence[Repeat] = ()  # empty for another run
     num_resumed: int = 0  # number of times the other run resumed
@@ -125,7 +138,6 @@ def claim_of_evidence(file: Path, found: Evidence) -> Claim:
         inputs=found.inputs,
         software=found.software,
         tolerances=found.tolerances,
-        elsewhere=found.tolerances_elsewhere,
         target=found.target,
         repeats=found.repeats,
     )
@@ -152,24 +164,21 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     Losses and scores are judged on any machine; speed and memory on the same GPUs with the same split of a step.
     """
     expected, found, limits = claim.results, run.results, claim.tolerances
-    packages = package_differences(claim.software, run.software)
+    packages = flat_differences(claim.software.packages, run.software.packages, "packages")
     differing = [
         *hardware_differences(claim.hardware, run.hardware), *split_differences(claim.inputs, run.inputs)
     ]  # fmt: skip
-    of_results = limits
-    if claim.elsewhere is not None and (differing or packages):
-        of_results = claim.elsewhere
     why_shown = named(differing[:1]) or ("on a CPU" if run.hardware.gpu is None else "")
     speeds = (expected.tokens_per_second_per_gpu, found.tokens_per_second_per_gpu)
     rows = [
-        _loss_row(claim, run, of_results[LOSS]),
-        _row("validation loss", claim.validation_loss, run.validation_loss, of_results[LOSS]),
+        _loss_row(claim, run, limits[LOSS]),
+        _row("validation loss", claim.validation_loss, run.validation_loss, limits[LOSS]),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown),
         _row("memory GiB", expected.memory_gib, found.memory_gib, limits.get(MEMORY), why_shown),
     ]
     for task, score in expected.scores.items():
         other = found.scores[task].value if task in found.scores else None
-        rows.append(_row(task, score.value, other, of_results.get(score_key(task))))
+        rows.append(_row(task, score.value, other, limits.get(score_key(task))))
     rows = [row for row in rows if row.expected is not None]
     if claim.target is not None:
         rows.append(_target_row(claim.target, run.record, claim.repeats))
@@ -229,3 +238,50 @@ def _number(value: float | None) -> str:
 
 def _small(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
+
+
+def named(differing: list[Difference]) -> str:
+    """The first few differing keys with both values, and the number of the others."""
+    return first_few([f"{key} is {two}, recorded with {one}" for key, one, two in differing], _NUM_NAMED, "; ")
+
+
+def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[Difference]:
+    """The differences of two comparable configurations, except how a step is split and what only a plan reads."""
+    return [found for found in changed_settings(one, other) if not _is_split(found[0]) and found[0] not in _PLANNED_BY]
+
+
+def input_differences(one: Inputs, other: Inputs) -> list[Difference]:
+    """The differences of two runs' configurations, models and data.
+
+    Data is equal if its tokens and labels are, however it was prepared. Weights from a folder are compared only if both
+    fingerprints are known: older evidence has none.
+    """
+    hashes, others = (inputs.model_dump(exclude={"config", "data_fingerprint"}) for inputs in (one, other))
+    if None in (one.weights_fingerprint, other.weights_fingerprint):
+        del hashes["weights_fingerprint"], others["weights_fingerprint"]
+    known = [place for name, place in _PLACES.items() if None not in (getattr(one, name), getattr(other, name))]
+    settings = config_differences(one.config, other.config)
+    moved = [found for found in settings if any(place.fullmatch(found[0]) for place in known)]
+    return [*(found for found in settings if found not in moved), *flat_differences(hashes, others)]
+
+
+def require_same_inputs(one: Inputs, other: Inputs, message: str) -> None:
+    """Raises: RequestError with the message and what differs, if something does."""
+    if differing := input_differences(one, other):
+        raise RequestError(f"{message}: {named(differing)}", problem_id="evidence-of-other-config")
+
+
+def split_differences(one: Inputs, other: Inputs) -> list[Difference]:
+    """The differences in how a step was split and computed. They change speed and memory but not the loss."""
+    differing = changed_settings(one.config, other.config)
+    return [found for found in differing if _is_split(found[0]) and not found[0].startswith("evaluation")]
+
+
+def hardware_differences(one: Hardware, other: Hardware) -> list[Difference]:
+    """The differences that change speed and memory."""
+    keys = {"gpu", "gpus", "nodes"}
+    return flat_differences(one.model_dump(include=keys), other.model_dump(include=keys), "hardware")
+
+
+def _is_split(key: str) -> bool:
+    return any(key == split or key.startswith(f"{split}.") for split in _SPLITS)

@@ -12,16 +12,16 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tunebook.config.book import book_root
-from tunebook.config.choices import Source, Weights
+from tunebook.config.choices import Generation, Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import comparable_config, config_hash
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
-from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results, RunDescription, Score, Software
+from tunebook.evidence.schema import Hardware, Inputs, Lock, Results, RunDescription, Score, Software
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
-from tunebook.record.manifest import MANIFEST_FILE, RunState, changed_files, check_manifest
+from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.page.overview import summarize
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord, read_run
@@ -84,8 +84,8 @@ class RunFacts:
     def hardware(self) -> Hardware:
         """The machine, as it was detected at the start of the run."""
         found: dict[str, Any] = self.manifest["hardware"]
-        processor = self.manifest.get("processor")
-        gpus = [] if processor is not None else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
+        is_on_cpu = self.config.hardware.generation is Generation.cpu
+        gpus = [] if is_on_cpu else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
         names = sorted({gpu["name"] for gpu in gpus})
         return Hardware(
             generation=self.config.hardware.generation.name,
@@ -96,7 +96,6 @@ class RunFacts:
             driver=found["driver"],
             nccl=found["nccl"],
             cpus=found["cpus"],
-            processor=processor,
         )
 
     @cached_property
@@ -138,10 +137,7 @@ class RunFacts:
 def read_facts(folder: Path) -> RunFacts:
     """Read a run, finished or not. Raises: RequestError if it has no configuration, DataError for a damaged file."""
     record = read_run(folder)
-    config = load_config(record.folder / RUN_FILE)
-    check_manifest(record.manifest or {}, record.folder / MANIFEST_FILE)
-    assert record.manifest is not None
-    return RunFacts(record=record, config=config, manifest=record.manifest)
+    return RunFacts(record=record, config=load_config(record.folder / RUN_FILE), manifest=read_manifest(record.folder))
 
 
 def read_finished(folder: Path) -> RunFacts:
@@ -155,7 +151,7 @@ def read_finished(folder: Path) -> RunFacts:
             "command that started it, without training.resume=never",
             problem_id="run-not-finished",
         )
-    changed = changed_files(run.record.folder, run.manifest)
+    changed = run.record.changed_files
     if config_hash(run.config) != run.manifest["config_sha256"]:
         changed.append(RUN_FILE)
     if changed:
@@ -230,21 +226,13 @@ def gather_results(record: RunRecord) -> Results:
 
 
 def _score(record: RunRecord, name: str, task: Mapping[str, Any]) -> Score:
-    return Score(
-        metric=task["metric"],
-        value=task["value"],
-        stderr=task["stderr"],
-        num_items=task["num_items"],
-        contamination=_clean_score(contamination_of(record.after).get(name)),
-    )
-
-
-def _clean_score(found: Mapping[str, Any] | None) -> CleanScore | None:
-    if found is None:
-        return None
-    clean = found["scores"].get("clean") or {}
-    counts = {key: found[key] for key in ("num_items", "num_clean", *(f"num_{kind}" for kind in KINDS))}
-    return CleanScore(**counts, value=clean.get("value"), stderr=clean.get("stderr"))
+    counts, contamination = contamination_of(record.after).get(name), None
+    if counts is not None:
+        clean = counts["scores"].get("clean") or {}
+        kinds = {key: counts[key] for key in ("num_items", *(f"num_{kind}" for kind in (*KINDS, "clean")))}
+        contamination = kinds | {"value": clean.get("value"), "stderr": clean.get("stderr")}
+    keys = ("metric", "value", "stderr", "num_items")
+    return Score(**{key: task[key] for key in keys}, contamination=contamination)
 
 
 def _rounded(value: float | None) -> float | None:

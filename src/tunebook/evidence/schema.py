@@ -7,12 +7,12 @@ not finite are refused when a file is written and when it is read. Keys with a d
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from tunebook.record.locks import describe_differences
-from tunebook.record.manifest_schema import PackageDifference, Processor
+from tunebook.record.manifest_schema import PackageDifference
 
 _NOT_COMPARED = "packages not compared with a lock"
 FORMAT = 1  # increment it when a key changes its meaning or is removed
@@ -55,7 +55,6 @@ class Hardware(Section):
     driver: str | None
     nccl: str | None
     cpus: int = Field(ge=1)  # of the machine that started it
-    processor: Processor | None = None  # of a run on a CPU
 
 
 class Inputs(Section):
@@ -104,18 +103,6 @@ class Software(Section):
         return ", ".join(parts) or None
 
 
-class CleanScore(Section):
-    """A task's items by how much of them is in the training documents, and the score on those that are not."""
-
-    num_items: int
-    num_exact: int  # items whose whole question is in a training document
-    num_overlapping: int  # items that share 13 consecutive words with one
-    num_shared_passage: int  # items that share only the passage that they are about
-    num_clean: int
-    value: float | None  # the score on clean items; None where all are clean, or none is
-    stderr: float | None
-
-
 class Score(Section):
     """One task of the evaluation after the training."""
 
@@ -123,7 +110,7 @@ class Score(Section):
     value: float
     stderr: float | None
     num_items: int
-    contamination: CleanScore | None = None  # None where it was not looked for
+    contamination: dict[str, int | float | None] | None = None  # counts of items, and the score on the clean ones
 
 
 class Results(Section):
@@ -162,7 +149,6 @@ class Repeat(Section):
     started: str
     final_loss: float
     tokens_per_second_per_gpu: float | None
-    processor: Processor | None = None  # of a run on a CPU, if it differs from hardware.processor
     steps_to_target: int | None = Field(default=None, ge=0)  # optimizer steps; None without a target
     time_to_target_s: float | None = Field(default=None, ge=0)  # of optimizer steps with their data loading
 
@@ -179,24 +165,9 @@ class Evidence(Section):
     results: Results
     target: Target | None = None  # None if none was stated
     tolerances: dict[str, Tolerance]  # by number: loss, speed, memory, score:<task>
-    tolerances_elsewhere: dict[str, Tolerance] | None = None  # of a CPU's loss and scores on another processor
     inputs: Inputs
     software: Software
     content_sha256: str  # of all other keys, as canonical JSON
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        """One loss per step, tolerances for the loss, a target that every run reached."""
-        num_steps, num_losses = len(self.results.steps), len(self.results.losses)
-        if num_steps != num_losses:
-            raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")
-        if "loss" not in self.tolerances:
-            raise ValueError("tolerances.loss is missing")
-        if self.tolerances_elsewhere is not None and "loss" not in self.tolerances_elsewhere:
-            raise ValueError("tolerances_elsewhere.loss is missing")
-        if self.target is not None and any(repeat.steps_to_target is None for repeat in self.repeats):
-            raise ValueError("target is set, and a repeat has no steps_to_target")
-        return self
 
     @property
     def kind(self) -> Kind:

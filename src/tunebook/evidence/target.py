@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.errors import RequestError
 from tunebook.evidence.schema import Repeat, Target
 from tunebook.evidence.tolerances import split_windows
 from tunebook.record.run_record import RunRecord
@@ -65,16 +65,6 @@ def describe_target(target: Target) -> str:
     return f"{_name(target)} {_SIGNS[target.direction]} {target.value:g}{within}"
 
 
-def require_measured(target: Target, record: RunRecord) -> None:
-    """Raises: RequestError if the run does not measure the target's metric, with those that it does."""
-    known = _measured(record)
-    if (name := _name(target)) not in known:
-        raise RequestError(
-            f"--target: {record.name} does not measure {name}, but {', '.join(known)}.{did_you_mean(name, known)}",
-            problem_id="evidence-target",
-        )
-
-
 def progress_of(target: Target, record: RunRecord) -> Progress:
     """When the run reached the target, or else the best value that it had within the target's steps."""
     values = [
@@ -114,10 +104,9 @@ def _training_seconds(record: RunRecord, step: int) -> float:
 
 
 def recorded_text(repeats: Sequence[Repeat]) -> str:
-    """When the recorded runs reached their target; on a CPU those with the first one's processor and threads."""
-    alike = [repeat for repeat in repeats if repeat.processor is None]
-    steps = [repeat.steps_to_target for repeat in alike if repeat.steps_to_target is not None]
-    return reached_text(steps, [repeat.time_to_target_s for repeat in alike])
+    """When the recorded runs reached their target."""
+    steps = [repeat.steps_to_target for repeat in repeats if repeat.steps_to_target is not None]
+    return reached_text(steps, [repeat.time_to_target_s for repeat in repeats])
 
 
 def reached_text(steps: Sequence[int], seconds: Sequence[float | None]) -> str:

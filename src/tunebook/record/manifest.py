@@ -56,7 +56,6 @@ def start_manifest(
     *,
     world_size: int,
     command: list[str],
-    typed: list[str] | None = None,
     nccl: str | None = None,
     model: dict[str, Any] | None = None,
     tokenizer_sha256: str | None = None,
@@ -66,10 +65,10 @@ def start_manifest(
 ) -> dict[str, Any]:
     """Write the manifest of a run that is about to start, and return it.
 
-    `command` trains the same again; `typed` is the command line that the user typed. `model` adds facts to those of
-    the configuration, such as the revision that the hub resolved. `dataset` is `{records, fingerprint, content_sha256,
-    counts}` of the prepared data. A run that resumes in its folder keeps the status of its earlier attempts under
-    `earlier_attempts`, its id at wandb and, if training had ended, the files of model/.
+    `command` trains the same again. `model` adds facts to those of the configuration, such as the revision that the hub
+    resolved. `dataset` is `{records, fingerprint, content_sha256, counts}` of the prepared data. A run that resumes in
+    its folder keeps the status of its earlier attempts under `earlier_attempts`, its id at wandb and, if training had
+    ended, the files of model/.
     """
     earlier = manifest_or_empty(folder)
     manifest = {
@@ -99,8 +98,6 @@ def start_manifest(
         "seed": config.training.seed,
         "command": describe_command(command),
     }
-    if typed is not None:
-        manifest["typed"] = describe_command(typed)
     manifest |= {key: value for key in (WANDB_RUN_ID, MODEL_FILES) if (value := earlier.get(key)) is not None}
     _write(folder, manifest)
     return manifest

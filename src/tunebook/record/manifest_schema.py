@@ -110,14 +110,6 @@ class Hardware(Section):
     host: str  # tells machines apart without naming them
 
 
-class Processor(Section):
-    """What decides the order of sums on a CPU: runs with the same processor and packages have the same bits."""
-
-    name: str
-    instructions: str  # the set that torch uses, such as AVX2, and variables that change its libraries'
-    threads: int = Field(ge=1)  # of each rank
-
-
 class StartUp(Section):
     """The time to the first optimizer step in seconds, by phases in their order; each ends where the next begins."""
 
@@ -157,8 +149,6 @@ class Manifest(BaseModel):
     world_size: int = Field(ge=1)
     seed: int
     command: list[str]  # trains the same again
-    typed: list[str] | None = None  # the command line that led to it
-    processor: Processor | None = None  # of a run on a CPU
     start_up: StartUp | None = None
     model_files: dict[str, File] | None = None  # of model/, by their paths in it
     wandb_run_id: str | None = None  # the same for all attempts

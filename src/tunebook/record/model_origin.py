@@ -16,7 +16,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.data.template import template_hash
-from tunebook.errors import DataError, RequestError, did_you_mean
+from tunebook.errors import DataError, RequestError
 from tunebook.files import atomic_write_json, read_json
 from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
@@ -122,14 +122,9 @@ def check_bound(
     different = [name for name, then in recorded.items() if then is not None and then != present[name]]
     refused = next((mismatch for mismatch in different if mismatch not in allowed), None)
     if trained is not None and refused is not None:
-        place = f"the tokenizer is {tokenizer.name_or_path}"
-        what, where = {
-            TEMPLATE: ("chat template", place),
-            TOKENIZER: ("tokenizer", place),
-            SYSTEM_PROMPT: ("system prompt", "it is dataset.system_prompt of its run.yaml"),
-        }[refused]
+        place = "dataset.system_prompt of its run.yaml" if refused == SYSTEM_PROMPT else tokenizer.name_or_path
         raise DataError(
-            f"the {what} is not the one that the run {trained.run} was trained with ({where}); restore it, since a "
+            f"the {refused} in {place} is not the one that the run {trained.run} was trained with; restore it, since a "
             f"model answers badly under another one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway "
             "and records that)",
             problem_id=f"{refused.replace('_', '-')}-changed",
@@ -174,12 +169,10 @@ def check_base(
 
 def allowed_mismatches(text: str) -> list[str]:
     """The names in `--allow-mismatch template,tokenizer`. Raises: RequestError for an unknown one."""
-    named = [word.strip() for word in text.split(",") if word.strip()]
-    for word in named:
-        if word not in MISMATCHES:
-            raise RequestError(
-                f"--allow-mismatch {text}: there is no mismatch '{word}'.{did_you_mean(word, MISMATCHES)} "
-                f"Type one or more of {', '.join(MISMATCHES)}",
-                problem_id="unknown-mismatch",
-            )
-    return named
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in MISMATCHES]:
+        raise RequestError(
+            f"--allow-mismatch {text}: there is no '{unknown[0]}'; type one or more of {', '.join(MISMATCHES)}",
+            problem_id="unknown-mismatch",
+        )
+    return names

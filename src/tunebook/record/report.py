@@ -25,7 +25,6 @@ from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.locks import describe_differences
-from tunebook.record.manifest import MANIFEST_FILE, check_manifest
 from tunebook.record.page.charts import dash_of_run, loss_charts, other_charts, overlaid_charts
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
 from tunebook.record.page.overview import (
@@ -60,9 +59,6 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     damaged record; DoesNotFitError if the disk is full.
     """
     records = [read_run(folder) for folder in folders]
-    for record in records:
-        if record.manifest is not None:
-            check_manifest(record.manifest, record.folder / MANIFEST_FILE)
     page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -70,15 +70,6 @@ def make_run_folder(folder: Path) -> Path:
     return folder
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Remove a run folder that is still empty, and point `latest` at the newest other run."""
-    with suppress(OSError):  # it is not empty; the error that is being raised matters more
-        folder.rmdir()
-        folder.with_name(LATEST).unlink(missing_ok=True)
-        if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
-            _point_latest_at(before)
-
-
 def check_outputs(folder: Path) -> None:
     """Check that a folder, which need not exist yet, can be written and its disk is not full.
 

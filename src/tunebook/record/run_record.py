@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError, first_line
 from tunebook.files import read_json
 from tunebook.record.contamination import read_contamination
-from tunebook.record.manifest import MANIFEST_FILE, changed_files, manifest_or_empty
+from tunebook.record.manifest import MANIFEST_FILE, changed_files, check_manifest, manifest_or_empty
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
 
@@ -92,13 +91,15 @@ def read_run(folder: Path) -> RunRecord:
             problem_id="unknown-run",
         )
     folder = folder.resolve()
-    lines = read_metrics(folder)
+    lines, manifest = read_metrics(folder), manifest_or_empty(folder) or None
+    if manifest is not None:
+        check_manifest(manifest, folder / MANIFEST_FILE)
     evaluations = folder / "evaluation"
     return RunRecord(
         folder=folder,
         config=_read_config(folder / RUN_FILE),
         plan=_read_optional(folder / PLAN_FILE),
-        manifest=manifest_or_empty(folder) or None,
+        manifest=manifest,
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
         before=_read_optional(evaluations / "before.json"),
@@ -119,7 +120,7 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     try:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return dict(config)
-    except (OSError, ValueError, TypeError, YAMLError) as error:
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError(
             f"{path} cannot be read: {first_line(error)}. Something else than Tunebook changed it; restore it from a "
             "copy, or remove it to continue without it",

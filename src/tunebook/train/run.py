@@ -38,7 +38,6 @@ from tunebook.model.flops import attended_length_tokens, flops_per_token
 from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.record.manifest import MODEL_FILES, add_to_manifest
 from tunebook.record.metrics import read_metrics
-from tunebook.record.provenance import describe_processor
 from tunebook.record.run_folder import FINISHED, LOG_FILE, UNSAVED_FILE, write_outcome
 from tunebook.record.start_up import StartClock
 from tunebook.terminal import quiet_libraries
@@ -124,10 +123,7 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     if patience is not None:
         trainer.add_callback(EarlyStopping(patience))  # uses the restored state
     if trainer.args.process_index == 0:
-        facts: dict[str, Any] = {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)}
-        if trainer.args.device.type == "cpu":
-            facts["processor"] = describe_processor()
-        add_to_manifest(folder, facts)
+        add_to_manifest(folder, {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)})
     _run_to_its_end(config, trainer, resumed, folder)
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving and must not be killed
     if stopping.is_stopping:

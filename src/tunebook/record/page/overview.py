@@ -13,7 +13,7 @@ from typing import Any
 
 from tunebook.config.choices import Generation
 from tunebook.record.metrics import median_after_warm_up
-from tunebook.record.page.numbers import MINUS, NO_VALUE, TIMES, Unit, format_count, format_duration, format_value
+from tunebook.record.page.numbers import MINUS, NO_VALUE, TIMES, Unit, format_duration, format_value
 from tunebook.record.run_record import RunRecord
 
 _FINAL_SHARE = 0.05  # of the logged steps, averaged for the final loss: a single step is noisy
@@ -195,7 +195,13 @@ def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | No
             _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
             _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
         ]
-    rows += _time_rows(record, summary, time)
+    speed = time.get("tokens_per_second_per_gpu")
+    name = f"Tokens per second and {speed_unit([record])}"
+    rows.append(_compared(name, speed, summary.tokens_per_second_per_gpu, Unit.plain))
+    is_complete = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
+    trained = sum(record.values("seconds")) if is_complete else 0.0
+    planned_s = time["hours"] * 3600 if time.get("hours") is not None else None
+    rows.append(_compared("Time of the whole training", planned_s, trained or None, Unit.seconds))
     return {"parts": parts, "marks": marks, "scale": scale, "rows": rows, "notes": notes}
 
 
@@ -205,15 +211,12 @@ def _memory_stack(
     values = {name: value or 0.0 for name, value in planned.items() if name not in _NOT_PARTS}
     if not any(values.values()):
         return [], [], ""
-    names = (
-        "measured peak of tensors" if is_gpu else "measured peak of the process", "measured peak reserved for them",
-        "measured in use of the GPU",
-    )  # fmt: skip
-    measured = {
-        (name, kind): gib
-        for name, kind, gib in zip(names, ("allocated", "reserved", "device"), peaks, strict=True)
-        if gib is not None
+    names = {
+        "allocated": "measured peak of tensors" if is_gpu else "measured peak of the process",
+        "reserved": "measured peak reserved for them",
+        "device": "measured in use of the GPU",
     }
+    measured = {kind: gib for kind, gib in zip(names, peaks, strict=True) if gib is not None}
     longest, capacity = max([sum(values.values()), *measured.values()]), planned.get("capacity")
     full = max(longest, capacity if capacity and longest >= _SHORTEST * capacity else longest * 1.05)
     parts, begins = [], 0.0
@@ -223,8 +226,8 @@ def _memory_stack(
             parts.append(Bar(name=name, text=text, begins=begins, share=share, kind=str(color % 6)))
             begins += share
     marks = [
-        Bar(name=name, text=format_value(value, Unit.gib), begins=value / full, kind=kind)
-        for (name, kind), value in measured.items()
+        Bar(name=names[kind], text=format_value(gib, Unit.gib), begins=gib / full, kind=kind)
+        for kind, gib in measured.items()
     ]
     if capacity is None:
         return parts, marks, ""
@@ -235,19 +238,6 @@ def _memory_stack(
     elif full < capacity:
         scale = f"The bar is magnified: {whose} has {size}."
     return parts, marks, scale
-
-
-def _time_rows(record: RunRecord, summary: Summary, time: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    speed, total = time.get("tokens_per_second_per_gpu"), time.get("tokens_per_second")
-    trained = sum(record.values("seconds")) or None
-    is_complete = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
-    name = f"Tokens per second and {speed_unit([record])}"
-    rows = [_compared(name, speed, summary.tokens_per_second_per_gpu, Unit.plain)]
-    if not is_complete and summary.num_tokens:
-        seconds = summary.num_tokens / total if total else None
-        rows.append(_compared(f"Time for {format_count(summary.num_tokens)} tokens", seconds, trained, Unit.seconds))
-    planned = time["hours"] * 3600 if time.get("hours") is not None else None
-    return [*rows, _compared("Time of the whole training", planned, trained if is_complete else None, Unit.seconds)]
 
 
 def _compared(name: str, predicted: float | None, measured: float | None, unit: Unit) -> tuple[str, str, str, str]:
