@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,9 +38,7 @@ PREPARED = cast(
     ],
     ids=["recipe", "no_recipe"],
 )
-def test_the_manifest_says_what_trains_the_same(
-    tmp_path: Path, recipe: str | None, words: list[str]
-) -> None:
+def test_the_manifest_says_what_trains_the_same(tmp_path: Path, recipe: str | None, words: list[str]) -> None:
     job = plan_job(recipe, words, [])
     set_up_folder(job, job.batch, PREPARED, tmp_path)
     manifest: dict[str, Any] = read_manifest(tmp_path)
