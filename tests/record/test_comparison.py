@@ -33,20 +33,6 @@ def test_runs_stand_side_by_side(make_run) -> None:
     assert config_differences(records) == [("optimizer.learning_rate", ["0.002", "3e-05", "0.002"])]
 
 
-def test_rows_that_no_run_recorded_are_left_out(make_run) -> None:
-    records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
-    numbers = rows_of(records)
-    assert "MFU" not in numbers
-    assert "Tokens per second and rank" in numbers
-
-
-def test_the_duration_is_that_of_all_attempts(make_run) -> None:
-    records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
-    assert records[1].manifest is not None
-    records[1].manifest["earlier_attempts"] = [{"state": "stopped", "seconds": 8.0}]
-    assert rows_of(records)["Duration"] == ["1 min 42 s", "1 min 50 s, 2 attempts"]
-
-
 def test_missing_key_is_a_difference() -> None:
     records = [
         RunRecord(folder=Path("a"), config={"x": 1, "zero": {"stage": 2}}),

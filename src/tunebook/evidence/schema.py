@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunebook.record.locks import describe_differences
-from tunebook.record.manifest_schema import PackageDifference
 
 _NOT_COMPARED = "packages not compared with a lock"
 FORMAT = 1  # increment it when a key changes its meaning or is removed
@@ -69,6 +68,13 @@ class Inputs(Section):
     chat_template_sha256: str | None
     data_sha256: str | None  # of the prepared tokens and labels
     data_fingerprint: str | None = None  # of what the data was prepared from: sources, code, libraries; not judged
+
+
+class PackageDifference(Section):
+    """A package whose installed version differs from the lock's; null if it is missing on that side."""
+
+    installed: str | None
+    locked: str | None
 
 
 class Lock(Section):

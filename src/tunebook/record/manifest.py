@@ -1,6 +1,8 @@
 """`manifest.json`: what a run was made from and how it ended. Written before step 0 and updated later.
 
-If the state is `running` long after the last line of the metrics, the run was killed.
+If the state is `running` long after the last line of the metrics, the run was killed. Facts that are learnt during a
+run are added at the top level: `parallelism_found`, `leak_probe`, `compiled`, `start_up`, `slurm`, `model_files`,
+`wandb_run_id` and, when the run ends, `files_sha256`.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def start_manifest(
         "status": {
             "state": RunState.running.name,
             "exit_code": None,
-            "reason": None,
+            "reason": None,  # one sentence; for every state but running, and finished at the last step
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "ended": None,
             "seconds": None,
@@ -90,7 +92,7 @@ def start_manifest(
         "model": describe_model(config.model, weights_fingerprint(config.model)) | (model or {}),
         "tokenizer_sha256": tokenizer_sha256,
         "chat_template_sha256": chat_template_sha256,
-        "template_date": template_date,
+        "template_date": template_date,  # that the chat template writes as today's date
         "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
         "dataset": dataset,
         "hardware": describe_hardware(nccl),
@@ -99,7 +101,7 @@ def start_manifest(
         "command": describe_command(command),
     }
     manifest |= {key: value for key in (WANDB_RUN_ID, MODEL_FILES) if (value := earlier.get(key)) is not None}
-    _write(folder, manifest)
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
     return manifest
 
 
@@ -109,7 +111,7 @@ def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     for key, value in facts.items():
         is_section = key != MODEL_FILES and isinstance(value, dict) and isinstance(manifest.get(key), dict)
         manifest[key] = manifest[key] | value if is_section else value
-    _write(folder, manifest)
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
     return manifest
 
 
@@ -168,7 +170,7 @@ def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run, of which only the format is checked. Raises: DataError if there is none, or another."""
+    """The manifest of a run. Raises: DataError if there is none, or one of another format."""
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise DataError(
@@ -184,23 +186,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             problem_id="broken-record",
         )
     return manifest
-
-
-def check_manifest(manifest: dict[str, Any], file: Path) -> None:
-    """Check a manifest that is written or read. Raises: DataError naming the file and its first wrong key."""
-    from pydantic import ValidationError  # importing it takes 0.1 s
-
-    from tunebook.record.manifest_schema import Manifest
-
-    try:
-        Manifest.model_validate(manifest)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise DataError(
-            f"{file} is no whole manifest: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; Tunebook checks what it "
-            "writes, so something else changed it: restore it from a copy, or name another run",
-            problem_id="broken-record",
-        ) from None
 
 
 def system_prompt_hash(prompt: str | None) -> str:
@@ -221,8 +206,3 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
         "weights": model.weights.name,
         "weights_fingerprint": fingerprint,
     }
-
-
-def _write(folder: Path, manifest: dict[str, Any]) -> None:
-    check_manifest(manifest, folder / MANIFEST_FILE)
-    atomic_write_json(folder / MANIFEST_FILE, manifest)

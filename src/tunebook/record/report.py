@@ -21,7 +21,6 @@ from tunebook import __version__
 from tunebook.config.override_text import as_typed
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
-from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.locks import describe_differences
@@ -56,7 +55,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     """Write the report of one run, or the comparison of several, to `output`, whose folder is created.
 
     Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DataError for a
-    damaged record; DoesNotFitError if the disk is full.
+    damaged record.
     """
     records = [read_run(folder) for folder in folders]
     page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
@@ -64,11 +63,8 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
     except OSError as error:
-        if is_disk_full(error):
-            advice = "free some space, or name a file on another disk: --output FILE"
-            raise no_space("the report", output.absolute().parent, advice) from error
         raise RequestError(
-            f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file that can be written",
+            f"the report cannot be written to {output.absolute()}: {error.strerror}; name another file: --output FILE",
             problem_id="outputs-not-writable",
         ) from error
 

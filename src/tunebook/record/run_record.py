@@ -12,7 +12,7 @@ import yaml
 from tunebook.errors import DataError, RequestError, first_line
 from tunebook.files import read_json
 from tunebook.record.contamination import read_contamination
-from tunebook.record.manifest import MANIFEST_FILE, changed_files, check_manifest, manifest_or_empty
+from tunebook.record.manifest import MANIFEST_FILE, changed_files, manifest_or_empty
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
 
@@ -91,15 +91,13 @@ def read_run(folder: Path) -> RunRecord:
             problem_id="unknown-run",
         )
     folder = folder.resolve()
-    lines, manifest = read_metrics(folder), manifest_or_empty(folder) or None
-    if manifest is not None:
-        check_manifest(manifest, folder / MANIFEST_FILE)
+    lines = read_metrics(folder)
     evaluations = folder / "evaluation"
     return RunRecord(
         folder=folder,
         config=_read_config(folder / RUN_FILE),
         plan=_read_optional(folder / PLAN_FILE),
-        manifest=manifest,
+        manifest=manifest_or_empty(folder) or None,
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
         before=_read_optional(evaluations / "before.json"),
