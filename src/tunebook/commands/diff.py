@@ -32,18 +32,18 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     )
     settings = {
         "config": configs,
-        "manifest": [found for found in manifests if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
+        "manifest": [difference for difference in manifests if not f"{difference[0]}.".startswith(_UNIQUE_KEYS)],
     }
     losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]
     is_measured = all(any(loss is not None for loss in curve) for curve in losses)
     results = compare(claim_of_run(one), other) if is_measured else None
     if as_json:
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             section: [{"key": key, "values": [first, second]} for key, first, second in rows]
             for section, rows in settings.items()
         }
-        found["results"] = results.to_json()["rows"] if results else []
-        print(json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False))
+        content["results"] = results.to_json()["rows"] if results else []
+        print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
         return 0
     if any(settings.values()):
         console.print(_settings_table(settings, (one.record.name, other.record.name)))

@@ -58,9 +58,9 @@ def find_original(target: str, outputs: Path) -> Original:
     """Find a run by folder or name, or read an evidence file. Raises: RequestError, DataError."""
     file = Path(target).expanduser().absolute()
     if file.suffix == ".json":
-        found = read_evidence(file)
+        evidence = read_evidence(file)
         return Original(
-            recipe=found.ran.recipe, overrides=found.ran.overrides, claim=claim_of_evidence(file, found),
+            recipe=evidence.ran.recipe, overrides=evidence.ran.overrides, claim=claim_of_evidence(file, evidence),
             typed_in=Path.cwd(), comparison=["tunebook", "verify", "--against", str(file)],
         )  # fmt: skip
     folder = resolve_run(target, outputs)

@@ -83,19 +83,19 @@ class RunFacts:
     @cached_property
     def hardware(self) -> Hardware:
         """The machine, as it was detected at the start of the run."""
-        found: dict[str, Any] = self.manifest["hardware"]
+        machine: dict[str, Any] = self.manifest["hardware"]
         is_on_cpu = self.config.hardware.generation is Generation.cpu
-        gpus = [] if is_on_cpu else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
+        gpus = [] if is_on_cpu else machine["gpus"]  # a run on a CPU leaves the machine's GPUs idle
         names = sorted({gpu["name"] for gpu in gpus})
         return Hardware(
             generation=self.config.hardware.generation.name,
             gpu=", ".join(names) or None,
             gpus=world_size(self.config),
             nodes=self.config.hardware.num_nodes,
-            memory_gib=gpus[0]["memory_gib"] if gpus else found["memory_gib"],
-            driver=found["driver"],
-            nccl=found["nccl"],
-            cpus=found["cpus"],
+            memory_gib=gpus[0]["memory_gib"] if gpus else machine["memory_gib"],
+            driver=machine["driver"],
+            nccl=machine["nccl"],
+            cpus=machine["cpus"],
         )
 
     @cached_property
@@ -190,13 +190,13 @@ def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -
 
 def _lock_of(environment: dict[str, Any]) -> Lock | None:
     """The lock that a run was compared with; None if it was not."""
-    found = environment["lock"]
-    if found["differences"] is None and environment["lock_sha256"] is None:
+    recorded = environment["lock"]
+    if recorded["differences"] is None and environment["lock_sha256"] is None:
         return None
-    differences = found["differences"] or {}  # None for an image that lists no packages: its build found no differences
-    important = {name: one for name, one in differences.items() if matters(name)}
+    differences = recorded["differences"] or {}  # None for an image without a list: its build found no differences
+    important = {name: difference for name, difference in differences.items() if matters(name)}
     return Lock(
-        name=found["name"], sha256=found["sha256"], differences=important,
+        name=recorded["name"], sha256=recorded["sha256"], differences=important,
         num_other_differences=len(differences) - len(important),
     )  # fmt: skip
 

@@ -43,11 +43,11 @@ class Progress:
 
 def parse_target(text: str) -> Target:
     """Parse `METRIC<=VALUE`, `TASK:METRIC>=VALUE`, each with an optional `@STEPS`. Raises: RequestError."""
-    found = _TEXT.fullmatch(text.replace(" ", ""))
-    is_loss = found is not None and found["task"] is None
-    if found is not None and (not is_loss or (found["metric"] in (LOSS, VALIDATION_LOSS) and found["sign"] == "<=")):
-        direction = "at_most" if found["sign"] == "<=" else "at_least"
-        parts = {key: found[key] for key in ("task", "metric", "value", "max_steps")}
+    match = _TEXT.fullmatch(text.replace(" ", ""))
+    is_loss = match is not None and match["task"] is None
+    if match is not None and (not is_loss or (match["metric"] in (LOSS, VALIDATION_LOSS) and match["sign"] == "<=")):
+        direction = "at_most" if match["sign"] == "<=" else "at_least"
+        parts = {key: match[key] for key in ("task", "metric", "value", "max_steps")}
         try:
             return Target.model_validate(parts | {"direction": direction})
         except ValidationError:
@@ -86,15 +86,15 @@ def _name(target: Target) -> str:
 def _measured(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     """(step, value) in order of every metric that a run measured, by the name that a target has."""
     losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
-    found = {LOSS: [(window[-1][0], fmean(loss for _, loss in window)) for window in split_windows(losses)]}
+    metrics = {LOSS: [(window[-1][0], fmean(loss for _, loss in window)) for window in split_windows(losses)]}
     if record.validation:
         validation = [(line["step"], line["validation_loss"]) for line in record.validation]
-        found[VALIDATION_LOSS] = [(step, loss) for step, loss in validation if loss is not None]
+        metrics[VALIDATION_LOSS] = [(step, loss) for step, loss in validation if loss is not None]
     tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
     for name, task in tasks.items():
         if task["value"] is not None:
-            found[f"{name}:{task['metric']}"] = [(int(record.training[-1]["step"]), task["value"])]
-    return found
+            metrics[f"{name}:{task['metric']}"] = [(int(record.training[-1]["step"]), task["value"])]
+    return metrics
 
 
 def _training_seconds(record: RunRecord, step: int) -> float:

@@ -54,19 +54,21 @@ def split_windows(values: Sequence[Value]) -> list[Sequence[Value]]:
     return [values[first:end] for first, end in pairwise(edges)]
 
 
-def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def loss_difference(measured: Sequence[float], expected: Sequence[float]) -> float:
     """The largest difference of two curves' windows, relative to the larger of the window's and the curve's mean.
 
     Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
     """
-    windows = zip(split_windows(found), split_windows(expected), strict=True)
-    pairs, overall = [(fmean(mine), fmean(theirs)) for mine, theirs in windows], fmean(expected)
-    return max(abs(mine - theirs) / max(theirs, overall) if mine != theirs else 0.0 for mine, theirs in pairs)
+    windows = zip(split_windows(measured), split_windows(expected), strict=True)
+    pairs, overall = [(fmean(loss), fmean(reference)) for loss, reference in windows], fmean(expected)
+    return max(
+        abs(loss - reference) / max(reference, overall) if loss != reference else 0.0 for loss, reference in pairs
+    )
 
 
-def relative(found: float, expected: float) -> float:
+def relative(measured: float, expected: float) -> float:
     """The difference relative to the expected value; huge if that is zero."""
-    return abs(found - expected) / max(abs(expected), 1e-12)
+    return abs(measured - expected) / max(abs(expected), 1e-12)
 
 
 def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:

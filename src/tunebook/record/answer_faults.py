@@ -27,12 +27,12 @@ _Record = Mapping[str, Any]  # of an evaluation
 
 def find_faults(text: str, *, is_cut: bool) -> set[str]:
     """Return the faults of one answer. `is_cut`: it reached the limit of new tokens."""
-    found = {
+    faults = {
         "empty": not REASONING_ENDS.split(text)[-1].strip(),
         "looping": _is_looping(text.rstrip()[-_SEARCHED:]),
         "endless": is_cut,
     }
-    return {fault for fault, is_found in found.items() if is_found}
+    return {fault for fault, is_present in faults.items() if is_present}
 
 
 def _is_looping(tail: str) -> bool:
@@ -49,8 +49,8 @@ def count_faults(answers: Mapping[str, Iterable[Any]], count_tokens: Callable[[s
     `answers` are `evaluate.results.Answer`.
     """
     counted: dict[str, dict[str, Any]] = {}
-    for task, found in answers.items():
-        for answer in found:
+    for task, task_answers in answers.items():
+        for answer in task_answers:
             for text in answer.responses if answer.max_new_tokens is not None else ():
                 counts = counted.setdefault(task, {"num_answers": 0, **dict.fromkeys(FAULTS, 0), "examples": {}})
                 counts["num_answers"] += 1
@@ -88,10 +88,10 @@ def fault_warnings(before: _Record | None, after: _Record | None) -> list[str]:
 
 def _is_more(fault: str, *pair: _Record) -> bool:
     """Whether the share of a fault is above that before training by the margin, and by more than chance."""
-    shares = [found[fault] / found["num_answers"] for found in pair]
-    variance = sum(share * (1 - share) / found["num_answers"] for share, found in zip(shares, pair, strict=True))
+    shares = [counts[fault] / counts["num_answers"] for counts in pair]
+    variance = sum(share * (1 - share) / counts["num_answers"] for share, counts in zip(shares, pair, strict=True))
     return bool(shares[1] - shares[0] > max(WARNING_MARGIN, 2 * math.sqrt(variance)))
 
 
-def _text(found: _Record, fault: str) -> str:
-    return f"{found[fault] / found['num_answers']:.1%} ({found[fault]:,} of {found['num_answers']:,})"
+def _text(counts: _Record, fault: str) -> str:
+    return f"{counts[fault] / counts['num_answers']:.1%} ({counts[fault]:,} of {counts['num_answers']:,})"

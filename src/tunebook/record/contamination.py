@@ -45,8 +45,8 @@ def request_of(config: RunConfig) -> dict[str, Any]:
 
 def is_checked(run: Path, config: RunConfig) -> bool:
     """Whether an earlier attempt at this training has looked for the same items."""
-    found = read_contamination(run)
-    return found is not None and not found["not_checked"] and found["request"] == request_of(config)
+    result = read_contamination(run)
+    return result is not None and not result["not_checked"] and result["request"] == request_of(config)
 
 
 def read_contamination(run: Path) -> dict[str, Any] | None:
@@ -108,11 +108,11 @@ def refuse_contaminated(run: Path, config: RunConfig) -> None:
             "the check: evaluation.contamination=disabled",
             problem_id="contamination-not-checked",
         )
-    found = {name: group for name, group in result["groups"].items() if group["num_exact"] or is_warning(group)}
-    if found:
+    groups = {name: group for name, group in result["groups"].items() if group["num_exact"] or is_warning(group)}
+    if groups:
         raise DataError(
-            f"evaluation.contamination=refuse: {'; '.join(result_lines(found, None))}. Remove these documents from the "
-            f"training data ({run / CONTAMINATION_FILE} lists items and examples), or use evaluation.contamination="
+            f"evaluation.contamination=refuse: {'; '.join(result_lines(groups, None))}. Remove these documents from "
+            f"the training data ({run / CONTAMINATION_FILE} lists items and examples), or use evaluation.contamination="
             "report, which reports the scores on clean items too",
             problem_id="contaminated",
         )

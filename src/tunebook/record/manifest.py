@@ -163,9 +163,11 @@ def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Result files that changed since the run ended, by name."""
     if manifest["status"]["state"] == RunState.running.name:  # resumed: the hashes are from the earlier attempt
         return []
-    noted: dict[str, str] = manifest.get("files_sha256") or {}
+    recorded: dict[str, str] = manifest.get("files_sha256") or {}
     return [
-        name for name, sha256 in noted.items() if not (folder / name).is_file() or sha256_file(folder / name) != sha256
+        name
+        for name, sha256 in recorded.items()
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256
     ]
 
 

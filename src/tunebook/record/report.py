@@ -96,10 +96,10 @@ def render_run(record: RunRecord) -> str:
         samples=pair_samples(before, after),
         contamination=record.contamination,
         contamination_scores=[
-            f"{found['when']}: {line}"
-            for found in (record.before, record.after, *record.evaluations)
-            if found is not None
-            for line in score_lines(found)
+            f"{evaluation['when']}: {line}"
+            for evaluation in (record.before, record.after, *record.evaluations)
+            if evaluation is not None
+            for line in score_lines(evaluation)
         ],
         is_contaminated=is_warning,
         kind_names=NAMES,
@@ -156,9 +156,12 @@ def number_rows(records: Sequence[RunRecord], summaries: Sequence[Summary]) -> l
     peaks = [max(summary.peak_memory_gib, default=None) for summary in summaries]
     rows = [
         ("Hardware", [describe_machine(record) for record in records]),
-        *((label, [format_value(getattr(one, key), unit) for one in summaries]) for label, key, unit in numbers),
+        *(
+            (label, [format_value(getattr(summary, key), unit) for summary in summaries])
+            for label, key, unit in numbers
+        ),
         ("Peak memory", [format_value(peak, Unit.gib) for peak in peaks]),
-        ("Duration", [NO_VALUE if one.seconds is None else describe_duration(one) for one in summaries]),
+        ("Duration", [NO_VALUE if summary.seconds is None else describe_duration(summary) for summary in summaries]),
     ]
     return [(label, row) for label, row in rows if any(text != NO_VALUE for text in row)]
 

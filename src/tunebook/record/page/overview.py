@@ -95,8 +95,8 @@ def speed_unit(records: Sequence[RunRecord]) -> str:
 
 def is_on_gpus(record: RunRecord) -> bool:
     """By the configuration, else the plan: the machine of a CPU run may have GPUs."""
-    found = [(source or {}).get("hardware") or {} for source in (record.config, record.plan)]
-    generation = next((one["generation"] for one in found if "generation" in one), Generation.cpu.name)
+    sections = [(source or {}).get("hardware") or {} for source in (record.config, record.plan)]
+    generation = next((section["generation"] for section in sections if "generation" in section), Generation.cpu.name)
     return bool(generation != Generation.cpu.name)
 
 
@@ -116,8 +116,8 @@ def describe_machine(record: RunRecord) -> str:
     if not hardware["gpus"]:
         return f"CPU, {hardware['cpus']} cores" + (f", {world_size} ranks" if world_size > 1 else "")
     names = Counter(gpu["name"] for gpu in hardware["gpus"])
-    found = ", ".join(f"{count} {TIMES} {name}" for name, count in names.items())
-    return f"{found}; {world_size} used" if world_size != len(hardware["gpus"]) else found
+    gpus = ", ".join(f"{count} {TIMES} {name}" for name, count in names.items())
+    return f"{gpus}; {world_size} used" if world_size != len(hardware["gpus"]) else gpus
 
 
 def describe_duration(summary: Summary) -> str:
@@ -184,8 +184,8 @@ def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | No
         notes.append(f"Memory: the peak is that of two steps measured on {measured['date']}; its parts are estimates.")
     notes.append(f"Speed, {time.get('assumption') or f'not estimated: {_PLAN_MISSING}'}.")
     keys = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
-    found = [[gib for line in record.training for gib in line.get(key) or [] if gib is not None] for key in keys]
-    peaks = [max(values, default=None) for values in found]
+    logged = [[gib for line in record.training for gib in line.get(key) or [] if gib is not None] for key in keys]
+    peaks = [max(values, default=None) for values in logged]
     parts, marks, scale = _memory_stack(planned, peaks, is_on_gpus(record))
     rows = []
     if planned and not is_on_gpus(record):
@@ -270,13 +270,13 @@ def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:
 
 def start_bars(manifest: dict[str, Any] | None) -> list[Bar]:
     """The phases to the first optimizer step; none if that step was not reached."""
-    found = (manifest or {}).get("start_up") or {}
-    total: float | None = found.get("first_step_s")
+    start_up = (manifest or {}).get("start_up") or {}
+    total: float | None = start_up.get("first_step_s")
     if not total:
         return []
     begins, bars = 0.0, []
     for kind in ("launcher", "rank"):
-        for phase, seconds in found[kind].items():
+        for phase, seconds in start_up[kind].items():
             share, text = min(1.0, seconds / total), format_value(seconds, Unit.seconds)
             bars.append(Bar(name=phase, text=text, begins=min(1.0, begins / total), share=share, kind=kind))
             begins += seconds
