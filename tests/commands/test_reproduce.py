@@ -14,7 +14,7 @@ from rich.console import Console
 import tunebook.commands.reproduce as reproducing
 from tunebook.commands.reproduce import differences_here, find_original, reproduce_command
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError, RequestError, RulesError, StoppedError
+from tunebook.errors import DataError, RequestError, StoppedError
 from tunebook.evidence.compare import claim_of_run
 from tunebook.evidence.gather import read_finished
 from tunebook.record.provenance import describe_environment, describe_hardware
@@ -176,9 +176,3 @@ def test_overrides_are_read_in_the_folder_where_they_were_typed(
     assert any(line.startswith(f"to be run in {tmp_path / 'work'}: tunebook train quickstart") for line in said)
     assert Path.cwd() == tmp_path, "the folder is left again"
     assert jobs[0].outputs == str(tmp_path / "new"), "where the command was typed"
-
-
-def test_a_missing_working_folder_is_a_missing_file(relative_run: Path, jobs: list[RunConfig], tmp_path: Path) -> None:
-    (tmp_path / "work").rename(tmp_path / "moved")
-    with pytest.raises(RulesError, match="chat-template-not-found"):
-        reproduce_command(str(relative_run), tmp_path / "new", [], Console(file=StringIO()))

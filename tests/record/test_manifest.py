@@ -53,14 +53,8 @@ def test_a_manifest_names_neither_the_machine_nor_the_home_folder(tmp_path: Path
 
 def test_an_end_is_added_with_its_reason_and_duration(tmp_path: Path, run_config: RunConfig) -> None:
     start(tmp_path, run_config)
-    finish_manifest(
-        tmp_path,
-        RunState.invalid,
-        7,
-        "the loss is not finite at step 57",
-        step=56,
-        last_checkpoint="checkpoints/step-50",
-    )
+    reason, checkpoint = "the loss is not finite at step 57", "checkpoints/step-50"
+    finish_manifest(tmp_path, state_of_exit_code(7), 7, reason, step=56, last_checkpoint=checkpoint)
     status = read_manifest(tmp_path)["status"]
     assert (status["state"], status["exit_code"], status["step"]) == ("invalid", 7, 56)
     assert status["last_checkpoint"] == "checkpoints/step-50"
@@ -115,13 +109,6 @@ def test_earlier_attempts_are_kept_when_a_run_resumes(tmp_path: Path, run_config
     manifest = start(tmp_path, run_config)
     assert [attempt["reason"] for attempt in manifest["earlier_attempts"]] == ["asked to stop", "asked to stop again"]
     assert manifest["status"]["state"] == "running"
-
-
-@pytest.mark.parametrize(
-    ("code", "state"), [(0, "finished"), (6, "stopped"), (7, "invalid"), (1, "failed"), (4, "failed")]
-)
-def test_exit_codes_leave_a_state(code: int, state: str) -> None:
-    assert state_of_exit_code(code).name == state
 
 
 @pytest.mark.parametrize("content", [None, '{"format": 99}'])

@@ -129,6 +129,7 @@ def test_lock_of_an_image_is_the_one_it_was_built_from(image_file: Path, monkeyp
     monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", reference)
     environment = describe_environment("cpu")  # whatever the run computes on
     assert (environment["image_digest"], environment["lock_sha256"]) == (reference, "1" * 64)
+    assert environment["lock"]["differences"] is None, "compared when the image was built"
     assert environment["image"] == {
         "generation": "ampere", "sources_sha256": "2" * 64, "torch": "2.13.0", "cuda": "13.0",
         "attention": "flash-attn-2", "base_image": "debian:12.12-slim",
@@ -154,13 +155,6 @@ def test_unchanged_image_has_its_lock(image_file: Path, monkeypatch: pytest.Monk
     }
 
 
-def test_image_without_a_package_list_has_the_lock_of_its_build(image_file: Path) -> None:
-    environment = describe_environment("cpu")
-    assert environment["lock_sha256"] == "1" * 64
-    assert environment["lock"]["differences"] is None
-    assert "its build compared them" in environment["lock"]["reason"]
-
-
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A book with one lock that contains the installed torch."""
@@ -172,24 +166,17 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_lock_hash_is_recorded_without_differences(book: Path) -> None:
-    lock = book / "docker" / "hopper" / "requirements.lock"
-    lock.write_text("numpy==2.4.6\ntorch==2.11.0 \\\n    --hash=sha256:00\n")
-    environment = describe_environment("hopper")
-    expected = {"name": "hopper", "sha256": sha256_file(lock), "differences": {}, "reason": None}
-    assert (environment["lock"], environment["lock_sha256"]) == (expected, sha256_file(lock))
-
-
 @pytest.mark.parametrize(
     ("locked", "python", "expected"),
     [
+        ("torch==2.11.0\nnumpy==2.4.6", "3.11.9", {}),
         ("torch==2.13.0\nnumpy==2.4.6", "3.11.9", {"torch": ("2.11.0", "2.13.0")}),
         ("torch==2.11.0", "3.11.9", {"numpy": ("2.4.6", None)}),
         ("torch==2.11.0\nnumpy==2.4.6\ntrl==1.16.0", "3.11.9", {"trl": (None, "1.16.0")}),
         ("torch==2.11.0\nnumpy==2.4.6", "3.12.3", {"python": ("3.12.3", "3.11")}),
     ],
 )
-def test_lock_hash_is_null_with_differences(
+def test_a_lock_is_claimed_only_without_differences(
     book: Path, monkeypatch: pytest.MonkeyPatch, locked: str, python: str, expected: dict[str, tuple[str, str]]
 ) -> None:
     lock = book / "docker" / "hopper" / "requirements.lock"
@@ -197,7 +184,7 @@ def test_lock_hash_is_null_with_differences(
     monkeypatch.setattr(platform, "python_version", lambda: python)
     environment = describe_environment("hopper")
     found = {name: (one["installed"], one["locked"]) for name, one in environment["lock"]["differences"].items()}
-    assert (found, environment["lock_sha256"]) == (expected, None)
+    assert (found, environment["lock_sha256"]) == (expected, None if expected else sha256_file(lock))
     assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
 
 

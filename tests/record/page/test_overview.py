@@ -145,8 +145,3 @@ def test_time_of_a_killed_attempt_is_unknown() -> None:
     assert (summary.seconds, summary.num_attempts, summary.num_attempts_without_end) == (76.5, 3, 1)
     manifest["status"] = {"seconds": None}
     assert summarize(RunRecord(folder=Path("a/b"), manifest=manifest)).seconds is None
-
-
-def test_an_empty_run_has_no_numbers() -> None:
-    summary = summarize(RunRecord(folder=Path("a/b")))
-    assert (summary.num_steps, summary.final_loss, summary.peak_memory_gib) == (None, None, [])
