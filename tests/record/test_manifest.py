@@ -14,7 +14,6 @@ from tunebook.errors import DataError
 from tunebook.files import sha256_file
 from tunebook.record.manifest import (
     RunState,
-    changed_files,
     finish_manifest,
     read_manifest,
     start_manifest,
@@ -22,6 +21,7 @@ from tunebook.record.manifest import (
     update_manifest,
 )
 from tunebook.record.run_folder import write_outcome
+from tunebook.record.run_record import RunRecord
 
 
 def start(folder: Path, config: RunConfig) -> dict[str, Any]:
@@ -83,12 +83,11 @@ def test_hashes_of_results_are_recorded_at_the_end(tmp_path: Path, run_config: R
     file.write_text("{}\n")
     manifest = finish_manifest(tmp_path, RunState.stopped, 6, "asked to stop")
     assert manifest["files_sha256"] == {"metrics.jsonl": sha256_file(file)}
-    assert changed_files(tmp_path, manifest) == []
+    assert RunRecord(folder=tmp_path, manifest=manifest).changed_files == []
     file.write_text("{ }\n")
-    assert changed_files(tmp_path, manifest) == ["metrics.jsonl"]
+    assert RunRecord(folder=tmp_path, manifest=manifest).changed_files == ["metrics.jsonl"]
     running = manifest | {"status": manifest["status"] | {"state": "running"}}
-    assert changed_files(tmp_path, running) == []  # it has been taken up again and writes on
-    assert changed_files(tmp_path, {"status": manifest["status"]}) == []  # of an older Tunebook
+    assert RunRecord(folder=tmp_path, manifest=running).changed_files == []  # it has been taken up again and writes on
     assert "files_sha256" not in start(tmp_path, run_config)
 
 

@@ -159,18 +159,6 @@ def finish_manifest(
     )
 
 
-def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Result files that changed since the run ended, by name."""
-    if manifest["status"]["state"] == RunState.running.name:  # resumed: the hashes are from the earlier attempt
-        return []
-    recorded: dict[str, str] = manifest.get("files_sha256") or {}
-    return [
-        name
-        for name, sha256 in recorded.items()
-        if not (folder / name).is_file() or sha256_file(folder / name) != sha256
-    ]
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a run. Raises: DataError if there is none, or one of another format."""
     path = folder / MANIFEST_FILE

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from tunebook.errors import DataError, RequestError, first_line
-from tunebook.files import read_json
+from tunebook.files import read_json, sha256_file
 from tunebook.record.contamination import read_contamination
-from tunebook.record.manifest import MANIFEST_FILE, changed_files, manifest_or_empty
+from tunebook.record.manifest import MANIFEST_FILE, RunState, manifest_or_empty
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
 
@@ -53,7 +53,11 @@ class RunRecord:
     @property
     def changed_files(self) -> list[str]:
         """Names of result files that were changed after the run."""
-        return changed_files(self.folder, self.manifest) if self.manifest is not None else []
+        if self.status.get("state") == RunState.running.name:  # resumed: the hashes are from the earlier attempt
+            return []
+        recorded = (self.manifest or {}).get("files_sha256") or {}
+        files = {name: self.folder / name for name in recorded}
+        return [name for name, file in files.items() if not file.is_file() or sha256_file(file) != recorded[name]]
 
     @property
     def first_invalid_step(self) -> int | None:
