@@ -163,16 +163,12 @@ def test_an_exported_folder_says_what_its_run_recorded(run: Path, tmp_path: Path
     assert written.config_sha256 == manifest["config_sha256"]
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"run": ...}])
-def test_another_file_of_that_name_is_an_error(
-    run: Path, tmp_path: Path, change: dict[str, object] | list[int]
-) -> None:
+def test_another_format_is_an_error(run: Path, tmp_path: Path) -> None:
     written = origin_of(run)
     assert written is not None
     write_origin(tmp_path, written)
-    said = json.loads((tmp_path / ORIGIN_FILE).read_text())
-    said = {key: value for key, value in (said | change).items() if value is not ...} if change else []
-    (tmp_path / ORIGIN_FILE).write_text(json.dumps(said))
-    with pytest.raises(DataError, match=r"is not what `tunebook export` writes.*or remove the file") as raised:
+    content = json.loads((tmp_path / ORIGIN_FILE).read_text()) | {"format": 2}
+    (tmp_path / ORIGIN_FILE).write_text(json.dumps(content))
+    with pytest.raises(DataError) as raised:
         read_origin(tmp_path)
     assert raised.value.problem_id == "broken-record"

@@ -31,6 +31,7 @@ FORMAT = 1  # increased when a key changes its meaning or is removed
 # Differences that `--allow-mismatch` can allow.
 TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE = "template", "tokenizer", "system_prompt", "base"
 MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE)
+_HASHES = {TEMPLATE: "chat_template_sha256", TOKENIZER: "tokenizer_sha256", SYSTEM_PROMPT: "system_prompt_sha256"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +81,14 @@ def read_origin(folder: Path) -> Origin | None:
     file = folder / ORIGIN_FILE
     if not file.is_file():
         return None
-    content: Any = read_json(file)
-    try:
-        if content["format"] == FORMAT:
-            return Origin(**{name: content[name] for name in content if name in Origin.__dataclass_fields__})
-    except (KeyError, TypeError):
-        pass
-    raise DataError(
-        f"{file} is not what `tunebook export` writes: it was edited or written by another version; export the run "
-        "again, or remove the file to use the model as one without a run",
-        problem_id="broken-record",
-    )
+    content: dict[str, Any] = read_json(file)
+    if content.get("format") != FORMAT:
+        raise DataError(
+            f"{file} is not what this `tunebook export` writes; export the run again, or remove the file to use the "
+            "model as one without a run",
+            problem_id="broken-record",
+        )
+    return Origin(**{name: content[name] for name in content if name in Origin.__dataclass_fields__})
 
 
 def check_bound(
@@ -109,18 +107,14 @@ def check_bound(
         TOKENIZER: tokenizer_hash(tokenizer),
         SYSTEM_PROMPT: system_prompt_hash(system_prompt),
     }
-    recorded: dict[str, str | None] = {} if trained is None else {
-        TEMPLATE: trained.chat_template_sha256,
-        TOKENIZER: trained.tokenizer_sha256,
-        SYSTEM_PROMPT: trained.system_prompt_sha256,
-    }  # fmt: skip
+    recorded = {name: getattr(trained, key, None) for name, key in _HASHES.items()}
     # The trainer adds a padding token to a tokenizer that has none. That is not a difference.
     padding, tokenizer.pad_token = tokenizer.pad_token, None
-    if recorded.get(TOKENIZER) == tokenizer_hash(tokenizer):
-        present[TOKENIZER] = str(recorded[TOKENIZER])
+    if recorded[TOKENIZER] == (without_padding := tokenizer_hash(tokenizer)):
+        present[TOKENIZER] = without_padding
     tokenizer.pad_token = padding
-    different = [name for name, then in recorded.items() if then is not None and then != present[name]]
-    refused = next((mismatch for mismatch in different if mismatch not in allowed), None)
+    different = [name for name in _HASHES if recorded[name] not in (None, present[name])]
+    refused = next((name for name in different if name not in allowed), None)
     if trained is not None and refused is not None:
         place = "dataset.system_prompt of its run.yaml" if refused == SYSTEM_PROMPT else tokenizer.name_or_path
         raise DataError(
@@ -129,13 +123,8 @@ def check_bound(
             "and records that)",
             problem_id=f"{refused.replace('_', '-')}-changed",
         )
-    return {
-        "to": None if trained is None else trained.run,
-        "mismatches": different,
-        "tokenizer_sha256": present[TOKENIZER],
-        "chat_template_sha256": present[TEMPLATE],
-        "system_prompt_sha256": present[SYSTEM_PROMPT],
-    }
+    hashes = {key: present[name] for name, key in _HASHES.items()}
+    return {"to": None if trained is None else trained.run, "mismatches": different, **hashes}
 
 
 def check_base(
