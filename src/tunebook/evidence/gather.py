@@ -69,7 +69,8 @@ class RunFacts:
 
     def description(self, recipes_dirs: list[Path]) -> RunDescription:
         """Return the first section of the file: what was run."""
-        config, overrides = self.config, claim_overrides(self.manifest)
+        config, overrides = self.config, training_overrides(self.manifest)
+        overrides = [override for override in overrides if not override.startswith(_CLUSTER_PREFIX)]
         return RunDescription(
             recipe=config.recipe or WITHOUT_RECIPE,
             title=config.title,
@@ -131,7 +132,25 @@ class RunFacts:
     @cached_property
     def results(self) -> Results:
         """The measured numbers. Raises: RequestError if there is no finite loss."""
-        return gather_results(self.record)
+        record, summary, plan = self.record, summarize(self.record), self.record.plan or {}
+        losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
+        if not losses:
+            raise RequestError(
+                f"{record.folder} has logged no finite loss at a multiple of training.log_every_steps="
+                f"{record.log_every_steps}, so there is nothing to compare; name another run",
+                problem_id="run-not-finished",
+            )
+        # A measurement says nothing about the error of estimates. The peak that is measured is that of tensors.
+        is_estimate = self.hardware.gpu is not None and plan.get("memory_source") != "measured"
+        tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
+        return Results(
+            steps=[step for step, _ in losses],
+            losses=[loss for _, loss in losses],
+            tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
+            memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
+            planned_memory_gib=(plan.get("memory_gib") or {}).get("allocated") if is_estimate else None,
+            scores={name: _score(record, name, task) for name, task in tasks.items()},
+        )
 
 
 def read_facts(folder: Path) -> RunFacts:
@@ -161,11 +180,6 @@ def read_finished(folder: Path) -> RunFacts:
             problem_id="run-changed",
         )
     return run
-
-
-def claim_overrides(manifest: dict[str, Any]) -> list[str]:
-    """The overrides that belong to the claim, with the launcher's name but without its settings."""
-    return [word for word in training_overrides(manifest) if not word.startswith(_CLUSTER_PREFIX)]
 
 
 def training_overrides(manifest: dict[str, Any]) -> list[str]:
@@ -199,30 +213,6 @@ def _lock_of(environment: dict[str, Any]) -> Lock | None:
         name=recorded["name"], sha256=recorded["sha256"], differences=important,
         num_other_differences=len(differences) - len(important),
     )  # fmt: skip
-
-
-def gather_results(record: RunRecord) -> Results:
-    """The measured numbers. Raises: RequestError if there is no finite loss."""
-    losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
-    if not losses:
-        raise RequestError(
-            f"{record.folder} has logged no finite loss at a multiple of training.log_every_steps="
-            f"{record.log_every_steps}, so there is nothing to compare; name another run",
-            problem_id="run-not-finished",
-        )
-    summary = summarize(record)
-    tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
-    plan = record.plan or {}
-    is_estimate = plan.get("memory_source") != "measured"  # a measurement says nothing about the error of estimates
-    planned = (plan.get("memory_gib") or {}).get("allocated") if is_estimate else None  # of tensors, as measured
-    return Results(
-        steps=[step for step, _ in losses],
-        losses=[loss for _, loss in losses],
-        tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
-        memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
-        planned_memory_gib=planned if record.manifest and record.manifest["hardware"]["gpus"] else None,
-        scores={name: _score(record, name, task) for name, task in tasks.items()},
-    )
 
 
 def _score(record: RunRecord, name: str, task: Mapping[str, Any]) -> Score:
