@@ -20,11 +20,10 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.config.schema import RunConfig
-from tunebook.evidence import files
+from tunebook.evidence import schema
 from tunebook.evidence.compare import Comparison, Row, compare
-from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import read_finished
-from tunebook.evidence.schema import Hardware
+from tunebook.evidence.schema import Hardware, content_hash
 from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.plan.auto.resolve import resolve_auto
@@ -141,7 +140,7 @@ def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int
 @pytest.fixture
 def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The card of the quickstart in a folder of recipes whose evidence is used instead of the book's."""
-    monkeypatch.setattr(files, "recipe_file", lambda recipe, dirs: tmp_path / "recipes" / f"{recipe}.yaml")
+    monkeypatch.setattr(schema, "recipe_file", lambda recipe, dirs: tmp_path / "recipes" / f"{recipe}.yaml")
     file = tmp_path / "recipes" / "quickstart" / "README.md"
     file.parent.mkdir(parents=True)
     file.write_text(CARD)

@@ -9,7 +9,7 @@ import pytest
 
 from tunebook.errors import RequestError
 from tunebook.evidence.card import BEGIN, END, cells, plot_file, section, update_card, update_overview
-from tunebook.evidence.files import read_evidence
+from tunebook.evidence.schema import read_evidence
 
 from .conftest import MakeRun, Record, curve
 

@@ -8,8 +8,7 @@ import pytest
 
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.frozen import plain_config
-from tunebook.evidence.files import read_evidence
-from tunebook.evidence.schema import Results
+from tunebook.evidence.schema import Results, read_evidence
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, tolerance_of
 
 from .conftest import MakeRun, Record, curve

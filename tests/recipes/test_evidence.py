@@ -11,7 +11,7 @@ from tunebook.config.compose import compose
 from tunebook.config.identity import comparable_config
 from tunebook.evidence.card import cells, draw, plot_file, row_start, section
 from tunebook.evidence.compare import config_differences
-from tunebook.evidence.files import read_evidence
+from tunebook.evidence.schema import read_evidence
 from tunebook.plan.auto.resolve import resolve_auto
 
 from ..evidence.conftest import machine_of

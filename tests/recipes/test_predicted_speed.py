@@ -12,7 +12,7 @@ import pytest
 
 from tunebook.config.compose import compose
 from tunebook.data.batch import solve_batch
-from tunebook.evidence.files import read_evidence
+from tunebook.evidence.schema import read_evidence
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.speed import plan_time

@@ -20,8 +20,8 @@ from tunebook.config.identity import comparable_config, flat_differences
 from tunebook.config.override_text import command_words, quoted, shell_command
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, require_same_inputs
-from tunebook.evidence.files import read_evidence
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
+from tunebook.evidence.schema import read_evidence
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, resolve_run

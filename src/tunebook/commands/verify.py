@@ -24,9 +24,17 @@ from tunebook.evidence.compare import (
     require_same_inputs,
     split_differences,
 )
-from tunebook.evidence.files import evidence_files, evidence_folder, read_evidence, write_evidence
 from tunebook.evidence.gather import RunFacts, read_finished
-from tunebook.evidence.schema import FORMAT, Evidence, Repeat, Target
+from tunebook.evidence.schema import (
+    FORMAT,
+    Evidence,
+    Repeat,
+    Target,
+    evidence_files,
+    evidence_folder,
+    read_evidence,
+    write_evidence,
+)
 from tunebook.evidence.target import Progress, describe_target, parse_target, progress_of
 from tunebook.evidence.tolerances import compute_tolerances
 from tunebook.files import sha256_file
@@ -118,8 +126,6 @@ def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console:
     folder = evidence_folder(recipe, recipes_dirs)
     card = folder.parent / "README.md"
     with_section(card, "")  # refused now, before anything is written
-    for file in evidence_files(recipe, recipes_dirs):
-        read_evidence(file)
     file = write_evidence(evidence_of(runs, label, recipes_dirs, target), folder)
     print_text(f"written: {file}", console)
     files = evidence_files(recipe, recipes_dirs)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tunebook.config.override_text import command_words, shell_command
 from tunebook.errors import RequestError
-from tunebook.evidence.files import read_evidence
-from tunebook.evidence.schema import Evidence, Kind
+from tunebook.evidence.schema import Evidence, Kind, read_evidence
 from tunebook.evidence.target import describe_target, recorded_text
 from tunebook.evidence.tolerances import LOSS, SPEED
 from tunebook.files import atomic_write_text
