@@ -37,7 +37,7 @@ def test_missing_key_is_a_difference() -> None:
     records = [
         RunRecord(folder=Path("a"), config={"x": 1, "zero": {"stage": 2}}),
         RunRecord(folder=Path("b"), config={"x": 1}),
-        RunRecord(folder=Path("c"), config=None),
+        RunRecord(folder=Path("c"), config={}),
     ]
     assert config_differences(records) == [("zero.stage", ["2", "not set", "\N{EN DASH}"])]
     assert "Without a run.yaml, so not compared: c." in render_comparison(records)

@@ -64,16 +64,16 @@ def test_different_metrics_of_a_task_are_both_named() -> None:
 def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
     after = evaluation(0.72)
     after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}
-    task, group = score_rows(None, after)
+    task, group = score_rows({}, after)
     assert (task.has_bar, texts(task), texts(group)) == (False, [None, "0.72 ± 0.02"], [None, "0.72 ± 0.224"])
 
 
 def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
     baseline = {"name": "look-up", "value": 0.25, "groups": {"sort": {"value": 0.4, "num_items": 5}}}
     after = evaluation(0.8, baseline=baseline)
-    assert [row.baseline for row in score_rows(None, after)] == [0.25, 0.4]
+    assert [row.baseline for row in score_rows({}, after)] == [0.25, 0.4]
     after["tasks"]["other"] = after["tasks"]["example"]
-    assert [row.baseline for row in score_rows(None, after)] == [None] * 4  # whose would it be?
+    assert [row.baseline for row in score_rows({}, after)] == [None] * 4  # whose would it be?
 
 
 def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
@@ -84,7 +84,7 @@ def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
     assert pairs[0]["before"] is None
     assert (pairs[1]["before"], pairs[1]["after"]) == (("no", False), ("yes", True))
     assert pairs[1]["task"] == "example: sort"
-    assert [pair["after"] for pair in pair_samples(before, None)] == [None] * 5
+    assert [pair["after"] for pair in pair_samples(before, {})] == [None] * 5
 
 
 def test_known_templates_are_shown_as_turns() -> None:

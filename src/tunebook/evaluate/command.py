@@ -170,7 +170,7 @@ def score_table(records: list[dict[str, Any]]) -> Table:
         table.add_column("change", justify="right")
     is_pair = len(records) == 2
     last = records[-1]
-    for row in score_rows(records[0] if is_pair else None, last):
+    for row in score_rows(records[0] if is_pair else {}, last):
         name = f"  {row.name}" if row.is_group else f"{row.name} ({row.metric})"
         cells = [score.text if score is not None else "-" for score in row.scores[-len(records) :]]
         change = [row.scores[1].change or "-" if row.scores[1] is not None else "-"] if is_pair else []

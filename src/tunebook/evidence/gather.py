@@ -132,7 +132,7 @@ class RunFacts:
     @cached_property
     def results(self) -> Results:
         """The measured numbers. Raises: RequestError if there is no finite loss."""
-        record, summary, plan = self.record, summarize(self.record), self.record.plan or {}
+        record, summary, plan = self.record, summarize(self.record), self.record.plan
         losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
         if not losses:
             raise RequestError(
@@ -142,7 +142,7 @@ class RunFacts:
             )
         # A measurement says nothing about the error of estimates. The peak that is measured is that of tensors.
         is_estimate = self.hardware.gpu is not None and plan.get("memory_source") != "measured"
-        tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
+        tasks: dict[str, Any] = record.after.get("tasks", {})
         return Results(
             steps=[step for step, _ in losses],
             losses=[loss for _, loss in losses],

@@ -90,7 +90,7 @@ def _measured(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     if record.validation:
         validation = [(line["step"], line["validation_loss"]) for line in record.validation]
         metrics[VALIDATION_LOSS] = [(step, loss) for step, loss in validation if loss is not None]
-    tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
+    tasks: dict[str, Any] = record.after.get("tasks", {})
     for name, task in tasks.items():
         if task["value"] is not None:
             metrics[f"{name}:{task['metric']}"] = [(int(record.training[-1]["step"]), task["value"])]

@@ -71,7 +71,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
 
 def render_run(record: RunRecord) -> str:
     """The page of one run."""
-    before, after, manifest = record.before, record.after, record.manifest or {}
+    before, after, manifest = record.before, record.after, record.manifest
     lock = (manifest.get("environment") or {}).get("lock") or {}
     summary, losses = summarize(record), loss_charts(record)
     charts, missing = other_charts(record)
@@ -98,7 +98,6 @@ def render_run(record: RunRecord) -> str:
         contamination_scores=[
             f"{evaluation['when']}: {line}"
             for evaluation in (record.before, record.after, *record.evaluations)
-            if evaluation is not None
             for line in score_lines(evaluation)
         ],
         is_contaminated=is_warning,
@@ -111,10 +110,10 @@ def render_run(record: RunRecord) -> str:
         memory_bars=bars,
         memory_note=memory_note,
         start_bars=start_bars(record.manifest),
-        plan=record.plan or {},
+        plan=record.plan,
         dataset=manifest.get("dataset") or {},
         manifest=manifest,
-        config=record.config or {},
+        config=record.config,
     )
 
 
@@ -126,7 +125,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
         runs=list(zip(names, map(_head, records, summaries), strict=True)),
         numbers=number_rows(records, summaries),
         differences=config_differences(records),
-        not_compared=[name for name, record in zip(names, records, strict=True) if record.config is None],
+        not_compared=[name for name, record in zip(names, records, strict=True) if not record.config],
         scores=compare_scores(records),
         recipes=sorted({recipe_of(record) or NO_RECIPE for record in records}),
         charts=overlaid_charts(records, names),
@@ -168,12 +167,11 @@ def number_rows(records: Sequence[RunRecord], summaries: Sequence[Summary]) -> l
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Keys of run.yaml that differ between the runs that have one, with each run's value."""
-    flat = [None if record.config is None else dict(flatten(record.config)) for record in records]
+    flat = [dict(flatten(record.config)) if record.config else {} for record in records]
     rows = []
-    for key in dict.fromkeys(key for config in flat for key in config or {}):
-        values = [NO_VALUE if config is None else config.get(key, "not set") for config in flat]
-        if len({value for value, config in zip(values, flat, strict=True) if config is not None}) > 1:
-            rows.append((key, values))
+    for key in dict.fromkeys(key for config in flat for key in config):
+        if len({config.get(key, "not set") for config in flat if config}) > 1:
+            rows.append((key, [config.get(key, "not set") if config else NO_VALUE for config in flat]))
     return rows
 
 

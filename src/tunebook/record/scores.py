@@ -53,9 +53,9 @@ class ScoreRow:
         return " / ".join(f"{number:,}" for number in (numbers[:1] if len(set(numbers)) == 1 else numbers))
 
 
-def score_rows(before: _Record | None, after: _Record | None) -> list[ScoreRow]:
-    """Every task, each followed by its groups."""
-    old, new = (before or {}).get("tasks", {}), (after or {}).get("tasks", {})
+def score_rows(before: _Record, after: _Record) -> list[ScoreRow]:
+    """Every task, each followed by its groups. A missing evaluation is empty."""
+    old, new = before.get("tasks", {}), after.get("tasks", {})
     names = list(dict.fromkeys([*new, *old]))
     # A baseline does not name its task, so it is drawn only if there is a single one.
     baseline = (baseline_of(before, after) or {}) if len(names) == 1 else {}
@@ -126,9 +126,9 @@ def _error_text(error: float | None, unit: Unit) -> str:
     return f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}"
 
 
-def baseline_of(before: _Record | None, after: _Record | None) -> dict[str, Any] | None:
+def baseline_of(before: _Record, after: _Record) -> dict[str, Any] | None:
     """The baseline of the evaluations: `name`, `value` and `groups`; None without one."""
-    return (after or {}).get("baseline") or (before or {}).get("baseline")
+    return after.get("baseline") or before.get("baseline")
 
 
 def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
@@ -144,13 +144,13 @@ def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
     return sum(task["value"] for task in top) / len(top), directions.pop()
 
 
-def pair_samples(before: _Record | None, after: _Record | None) -> list[dict[str, Any]]:
+def pair_samples(before: _Record, after: _Record) -> list[dict[str, Any]]:
     """Five samples, in the order that the evaluation chose, with the answers to the same prompt before and after.
 
     An answer is its text, and whether it is right: None if the metric does not judge single answers.
     """
     old, new = (
-        {(sample["task"], sample["prompt"]): sample for sample in (evaluation or {}).get("samples", [])}
+        {(sample["task"], sample["prompt"]): sample for sample in evaluation.get("samples", [])}
         for evaluation in (before, after)
     )
     samples = []

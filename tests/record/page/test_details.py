@@ -127,5 +127,5 @@ def test_phases_stand_one_after_the_other() -> None:
         ("rank", 0.8, 0.0), ("rank", 0.8, 0.2),
     ]  # fmt: skip
     assert [bar.text for bar in bars] == ["1.0 s", "3.0 s", "4.0 s", "8.0 s", "0.0 s", "4.0 s"]
-    for nothing in (None, {}, {"start_up": START_UP | {"rank": {}, "first_step_s": None}}):
+    for nothing in ({}, {"start_up": START_UP | {"rank": {}, "first_step_s": None}}):
         assert start_bars(nothing) == []

@@ -56,7 +56,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
             base_model=config.model.name,
         ),
         template_path=str(Path(__file__).with_name("card.md.jinja")),
-        title=(record.manifest or {}).get("title") or origin.recipe or f"{name}, fine-tuned",
+        title=record.manifest.get("title") or origin.recipe or f"{name}, fine-tuned",
         origin=origin,
         origin_file=ORIGIN_FILE,
         summary=_summary(origin, config, name),
@@ -91,7 +91,7 @@ def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> str:
 
 def _rows(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
     """What the run recorded of these weights."""
-    manifest, optimizer = record.manifest or {}, config.optimizer
+    manifest, optimizer = record.manifest, config.optimizer
     rows = []
     for source in (manifest.get("dataset") or {}).get("records") or []:
         facts = [f"{source['num_documents']:,} documents"] if source.get("num_documents") else []
@@ -134,9 +134,9 @@ def _evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]
     last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
     sources = (origin.source, _FINAL) if is_final else (origin.source,)
-    found = [record.after] if is_final and record.after is not None else []
+    found = [record.after] if is_final and record.after else []
     found += [item for item in record.evaluations if item["model"] in sources]
-    return [record.before, *found] if found and record.before is not None else found
+    return [record.before, *found] if found and record.before else found
 
 
 def check_text(origin: ExportOrigin) -> str:

@@ -48,13 +48,13 @@ def summarize(record: RunRecord) -> Summary:
     """Compute the numbers from the metrics."""
     training, losses = record.training, record.values("loss")
     num_final = max(1, round(_FINAL_SHARE * len(losses)))
-    earlier = [attempt.get("seconds") for attempt in (record.manifest or {}).get("earlier_attempts") or []]
+    earlier = [attempt.get("seconds") for attempt in record.manifest.get("earlier_attempts") or []]
     last_seconds = record.status.get("seconds")
     by_rank = zip_longest(*(line["memory_gib"] for line in training if line.get("memory_gib")))
     validation = [line["validation_loss"] for line in record.validation if line["validation_loss"] is not None]
     return Summary(
         num_steps=training[-1]["step"] if training else None,
-        num_planned_steps=record.plan["batch"].get("total_steps") if record.plan and "batch" in record.plan else None,
+        num_planned_steps=record.plan.get("batch", {}).get("total_steps"),
         num_tokens=training[-1].get("tokens_seen") if training else None,
         first_loss=losses[0] if losses else None,
         final_loss=fmean(losses[-num_final:]) if losses else None,
@@ -95,7 +95,7 @@ def speed_unit(records: Sequence[RunRecord]) -> str:
 
 def is_on_gpus(record: RunRecord) -> bool:
     """By the configuration, else the plan: the machine of a CPU run may have GPUs."""
-    sections = [(source or {}).get("hardware") or {} for source in (record.config, record.plan)]
+    sections = [source.get("hardware") or {} for source in (record.config, record.plan)]
     generation = next((section["generation"] for section in sections if "generation" in section), Generation.cpu.name)
     return bool(generation != Generation.cpu.name)
 
@@ -110,7 +110,7 @@ def format_time(time: datetime | str | None) -> str:
 
 def describe_machine(record: RunRecord) -> str:
     """The number and names of the GPUs, or the number of CPU cores."""
-    if record.manifest is None:
+    if not record.manifest:
         return _NOT_RECORDED
     hardware, world_size = record.manifest["hardware"], record.manifest["world_size"]
     if not hardware["gpus"]:
@@ -134,14 +134,14 @@ def describe_duration(summary: Summary) -> str:
 
 def recipe_of(record: RunRecord) -> str | None:
     """A run's recipe; without a manifest the name of the parent folder. None for a run without a recipe."""
-    return record.folder.parent.name if record.manifest is None else record.manifest["recipe"]
+    return record.manifest["recipe"] if record.manifest else record.folder.parent.name
 
 
 def title_of(record: RunRecord) -> str:
     """The title or recipe of a run; without one the last parts of its model's and data's paths."""
-    if title := (record.config or {}).get("title") or recipe_of(record):
+    if title := record.config.get("title") or recipe_of(record):
         return str(title)
-    manifest = record.manifest or {}
+    manifest = record.manifest
     names = [manifest["model"]["name"], *(one["location"] for one in (manifest["dataset"] or {}).get("records", []))]
     model, *data = (Path(name).name if name.startswith(("/", "~", "book:")) else name for name in names)
     return f"{model} on {', '.join(data)}" if data else str(model)
@@ -149,7 +149,7 @@ def title_of(record: RunRecord) -> str:
 
 def main_score(record: RunRecord) -> tuple[str, dict[str, Any], dict[str, Any] | None] | None:
     """The first task's name, its score after training, and the one before; None without an evaluation."""
-    tasks, before = ((evaluation or {}).get("tasks") or {} for evaluation in (record.after, record.before))
+    tasks, before = (evaluation.get("tasks", {}) for evaluation in (record.after, record.before))
     return next(((name, task, before.get(name)) for name, task in tasks.items()), None)
 
 
@@ -176,7 +176,7 @@ def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | No
     `parts` of the planned memory of one GPU or rank, end to end; `marks` of the measured peaks; `scale` of both; `rows`
     of name, predicted, measured and the difference; `notes` on what the predictions assume, or why there are none.
     """
-    if record.plan is None:
+    if not record.plan:
         return None
     planned, time = record.plan.get("memory_gib") or {}, record.plan.get("time") or {}
     notes = [] if planned else [f"Memory: {_PLAN_MISSING}."]
@@ -251,7 +251,7 @@ def _compared(name: str, predicted: float | None, measured: float | None, unit: 
 
 def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:
     """The peak of every rank, the planned memory, and a sentence on the scale."""
-    plan, peaks = record.plan or {}, summary.peak_memory_gib
+    plan, peaks = record.plan, summary.peak_memory_gib
     if not peaks:
         return [], ""
     is_gpu, capacity = is_on_gpus(record), (plan.get("hardware") or {}).get("memory_gib")
@@ -268,9 +268,9 @@ def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:
     return bars, f"The full width is {whose} {format_value(capacity, Unit.gib)}." if capacity else ""
 
 
-def start_bars(manifest: dict[str, Any] | None) -> list[Bar]:
+def start_bars(manifest: dict[str, Any]) -> list[Bar]:
     """The phases to the first optimizer step; none if that step was not reached."""
-    start_up = (manifest or {}).get("start_up") or {}
+    start_up = manifest.get("start_up") or {}
     total: float | None = start_up.get("first_step_s")
     if not total:
         return []
