@@ -47,9 +47,7 @@ def test_as_json_it_names_file_verdict_and_numbers(
     assert {row["name"]: row["verdict"] for row in printed["rows"]}["words"] == "DIFFERENT"
 
 
-@pytest.mark.parametrize(
-    "options", [{"record": True}, {"label": "x"}, {"record": True, "label": "x", "against": Path("y")}]
-)
+@pytest.mark.parametrize("options", [{"label": "x"}, {"record": True, "label": "x", "against": Path("y")}])
 def test_options_that_exclude_each_other_are_refused(make_run: MakeRun, options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="--label") as error:
         run_command(make_run(), **options)

@@ -128,7 +128,3 @@ def test_edited_results_are_refused(make_run: MakeRun) -> None:
     with pytest.raises(RequestError, match=r"metrics\.jsonl and evaluation/after\.json was changed") as error:
         read_finished(run)
     assert error.value.problem_id == "run-changed"
-
-
-def test_steps_without_a_finite_loss_are_missing(make_run: MakeRun) -> None:
-    assert read_finished(make_run(losses=[6.0, None, 4.0])).missing_steps == [2]

@@ -172,8 +172,3 @@ def test_killed_rank_is_named_with_the_other_outcomes(tmp_path: Path) -> None:
     assert outcome.reason.startswith("rank 1 ended without recording a reason: it was killed")
     assert outcome.reason.endswith("Rank 0 says: RuntimeError: connection closed by peer")
     assert outcome.step == 4
-
-
-def test_a_named_run_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    folder = make_run_folder(tmp_path / "a" / "b")
-    assert make_run_folder(folder).is_dir()

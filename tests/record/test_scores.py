@@ -55,12 +55,6 @@ def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
     assert changes(task) == ["", "\N{MINUS SIGN}19.2 ± 0.0283"]  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
 
 
-def test_different_metrics_of_a_task_are_both_named() -> None:
-    after = evaluation(0.8)
-    after["tasks"]["example"]["metric"] = "acc"
-    assert [row.metric for row in score_rows(evaluation(0.2), after)] == ["exact_match / acc"] * 2
-
-
 def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
     after = evaluation(0.72)
     after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}

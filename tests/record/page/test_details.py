@@ -76,11 +76,6 @@ def test_a_process_on_a_cpu_is_compared_with_everything_planned() -> None:
     assert speed[1] == "not estimated"
 
 
-def test_a_run_without_a_plan_has_no_prediction() -> None:
-    record = RunRecord(folder=Path("a/b"))
-    assert build_prediction(record, summarize(record)) is None
-
-
 def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
     record = RunRecord(
         folder=Path("a/b"),
