@@ -77,7 +77,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     claim = original.claim
     overrides = [*original.overrides, f"outputs={quoted(str(outputs))}", "training.resume=never"]
     job = plan_job(original.recipe, overrides, recipes_dirs)
-    inputs = claim.inputs.model_copy(
+    inputs = claim.recorded.inputs.model_copy(
         update={
             "config": comparable_config(job.config),
             "seed": job.config.training.seed,
@@ -85,7 +85,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         }
     )
     different = f"what {claim.name} says gives something else here, by another book or another machine"
-    require_same_inputs(claim.inputs, inputs, different)
+    require_same_inputs(claim.recorded.inputs, inputs, different)
     for line in differences_here(claim, job.config):
         print_text(line, console)
     train = command_words("train", original.recipe, overrides, recipes_dirs)
@@ -99,7 +99,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         "tokenizer_sha256": prepared.tokenizer_sha256,
         "chat_template_sha256": prepared.chat_template_sha256,
     }
-    require_same_inputs(claim.inputs, inputs.model_copy(update=data), different)
+    require_same_inputs(claim.recorded.inputs, inputs.model_copy(update=data), different)
     folder = create_run_folder(outputs, original.recipe or WITHOUT_RECIPE)
     print_text(f"to compare it later: {shell_command([*original.comparison, str(folder)])}", console)
     code, launcher = run_job(job, console, folder=folder), job.config.launcher
@@ -114,12 +114,12 @@ def differences_here(claim: Claim, config: RunConfig) -> Iterator[str]:
     manifest = {
         "code": code,
         "environment": describe_environment(config.hardware.generation.name),
-        "hardware": describe_hardware(claim.hardware.nccl),
+        "hardware": describe_hardware(claim.recorded.hardware.nccl),
     }
     here = RunFacts(record=RunRecord(folder=Path()), config=config, manifest=manifest)
     recorded, present = (
         part.software.model_dump(exclude={"lock", "lock_sha256"}) | {"hardware": part.hardware.model_dump()}
-        for part in (claim, here)
+        for part in (claim.recorded, here)
     )
     differing = flat_differences(recorded, present)
     for key, value, value_here in differing:

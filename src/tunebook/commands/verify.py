@@ -93,23 +93,23 @@ def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) ->
             "tunebook verify RUN RUN --record --label NAME records it",
             problem_id="no-evidence",
         )
-    claims = {file: claim_of_evidence(file, read_evidence(file)) for file in files}
+    recorded = {file: read_evidence(file) for file in files}
 
     def distance(file: Path) -> tuple[int, bool, bool]:
-        claim = claims[file]
+        evidence = recorded[file]
         return (
-            len(input_differences(claim.inputs, run.inputs)),
-            bool(hardware_differences(claim.hardware, run.hardware)),
-            bool(split_differences(claim.inputs, run.inputs)),
+            len(input_differences(evidence.inputs, run.inputs)),
+            bool(hardware_differences(evidence.hardware, run.hardware)),
+            bool(split_differences(evidence.inputs, run.inputs)),
         )
 
     nearest = min(files, key=distance)
     require_same_inputs(
-        claims[nearest].inputs,
+        recorded[nearest].inputs,
         run.inputs,
         f"the run is of other settings than the nearest evidence, which tunebook reproduce {nearest} trains again",
     )
-    return claims[nearest]
+    return claim_of_evidence(nearest, recorded[nearest])
 
 
 def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console: Console, target: Target | None) -> int:

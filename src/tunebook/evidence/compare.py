@@ -16,7 +16,7 @@ from rich.text import Text
 from tunebook.config.identity import changed_settings, flat_differences
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.evidence.gather import RunFacts, training_overrides
-from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Results, Software, Target, Tolerance
+from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, compute_tolerances, loss_difference, relative, score_key
 from tunebook.record.run_folder import WITHOUT_RECIPE
@@ -76,11 +76,8 @@ class Claim:
 
     name: str
     what: str  # the recipe, weights, data, layers and steps
-    results: Results
+    recorded: Evidence | RunFacts
     validation_loss: float | None = None  # the best; unknown of evidence
-    hardware: Hardware
-    inputs: Inputs
-    software: Software
     tolerances: dict[str, Tolerance]
     target: Target | None = None
     repeats: Sequence[Repeat] = ()  # empty for another run
@@ -133,10 +130,7 @@ def claim_of_evidence(file: Path, evidence: Evidence) -> Claim:
     return Claim(
         name=file.name,
         what=f"{evidence.kind}, recorded on {evidence.recorded}: {what}",
-        results=evidence.results,
-        hardware=evidence.hardware,
-        inputs=evidence.inputs,
-        software=evidence.software,
+        recorded=evidence,
         tolerances=evidence.tolerances,
         target=evidence.target,
         repeats=evidence.repeats,
@@ -148,11 +142,8 @@ def claim_of_run(run: RunFacts) -> Claim:
     return Claim(
         name=run.record.name,
         what=" ".join([run.config.recipe or WITHOUT_RECIPE, *training_overrides(run.manifest)]),
-        results=run.results,
+        recorded=run,
         validation_loss=run.validation_loss,
-        hardware=run.hardware,
-        inputs=run.inputs,
-        software=run.software,
         tolerances=compute_tolerances([run.results], run.config),
         num_resumed=run.num_resumed,
     )
@@ -163,10 +154,10 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
 
     Losses and scores are judged on any machine; speed and memory on the same GPUs with the same split of a step.
     """
-    expected, measured, limits = claim.results, run.results, claim.tolerances
-    packages = flat_differences(claim.software.packages, run.software.packages, "packages")
+    recorded, expected, measured, limits = claim.recorded, claim.recorded.results, run.results, claim.tolerances
+    packages = flat_differences(recorded.software.packages, run.software.packages, "packages")
     differing = [
-        *hardware_differences(claim.hardware, run.hardware), *split_differences(claim.inputs, run.inputs)
+        *hardware_differences(recorded.hardware, run.hardware), *split_differences(recorded.inputs, run.inputs)
     ]  # fmt: skip
     why_shown = named(differing[:1]) or ("on a CPU" if run.hardware.gpu is None else "")
     speeds = (expected.tokens_per_second_per_gpu, measured.tokens_per_second_per_gpu)
@@ -190,10 +181,10 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
 def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
     """Compare the losses at the steps that both logged. A run loses at most one logged step where it was killed."""
     expected, measured = (
-        dict(zip(results.steps, results.losses, strict=True)) for results in (claim.results, run.results)
+        dict(zip(part.results.steps, part.results.losses, strict=True)) for part in (claim.recorded, run)
     )
     shared, lost = sorted(expected.keys() & measured.keys()), sorted(expected.keys() ^ measured.keys())
-    last = {"expected": claim.results.losses[-1], "found": run.results.losses[-1], "tolerance": allowed.value}
+    last = {"expected": claim.recorded.results.losses[-1], "found": run.results.losses[-1], "tolerance": allowed.value}
     why = f"steps that only one run logged: {first_few(list(map(str, lost)), 4)}; " if lost else ""
     if not shared or len(lost) > claim.num_resumed + run.num_resumed:
         return Row(name="loss", **last, verdict=Verdict.different, why=why.removesuffix("; "))
