@@ -15,6 +15,7 @@ from typing import Any
 from tunebook.record.manifest import add_to_manifest, manifest_or_empty
 
 START_UP_KEY = "start_up"  # in the manifest
+_LONGEST_S = 24 * 3600.0  # a sandbox may count from another time: no process asks for its age this late
 COMPILED_KEY = "compiled"  # in the manifest: graphs of rank 0, those after its first step, and seconds of all
 
 
@@ -35,13 +36,13 @@ class StartClock:
 
 
 def process_begun() -> float:
-    """The start time of this process in seconds since 1970; now on a system without /proc."""
-    stat = Path("/proc/self/stat")
-    if not stat.is_file():
-        return time.time()
-    # The program's name is in parentheses and may contain parentheses and blanks. The 22nd field is the start.
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    """The start time of this process in seconds since 1970; now if the system does not tell it."""
+    stat, age = Path("/proc/self/stat"), 0.0
+    if stat.is_file():
+        # The program's name is in parentheses and may contain parentheses and blanks. The 22nd field is the start.
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - (age if 0 <= age < _LONGEST_S else 0.0)
 
 
 def note_launch(folder: Path, clock: StartClock) -> None:
