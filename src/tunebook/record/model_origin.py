@@ -118,9 +118,9 @@ def check_bound(
     if trained is not None and refused is not None:
         place = "dataset.system_prompt of its run.yaml" if refused == SYSTEM_PROMPT else tokenizer.name_or_path
         raise DataError(
-            f"the {refused} in {place} is not the one that the run {trained.run} was trained with; restore it, since a "
-            f"model answers badly under another one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway "
-            "and records that)",
+            f"the {_HASHES[refused].removesuffix('_sha256').replace('_', ' ')} is not the one that the run "
+            f"{trained.run} was trained with (it is in {place}); restore it, since a model answers badly under another "
+            f"one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway and records that)",
             problem_id=f"{refused.replace('_', '-')}-changed",
         )
     hashes = {key: present[name] for name, key in _HASHES.items()}

@@ -249,7 +249,7 @@ def test_an_exported_folder_is_bound_to_what_its_run_was_trained_with(layouts: A
     assert check_bound(trained, tokenizer, None) == {"to": "tiny/run", "mismatches": [], **layouts.trained_with()}
     assert check_bound(trained, tokenizer, "Be short.", ["system_prompt"])["mismatches"] == ["system_prompt"]
     tokenizer.chat_template += " "
-    with pytest.raises(DataError, match="is not the one that the run tiny/run was trained with"):
+    with pytest.raises(DataError, match="the chat template is not the one that the run tiny/run was trained with"):
         check_bound(trained, tokenizer, None)
 
 
