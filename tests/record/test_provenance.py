@@ -86,7 +86,8 @@ def test_only_variables_of_libraries_are_recorded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", "/home/someone")
     found = {"NCCL_CONF_FILE": "/home/someone/nccl.conf", "PYTORCH_ALLOC_CONF": "expandable_segments:False",
              "NVIDIA_TF32_OVERRIDE": "0", "HF_TOKEN": "hf_1", "NVIDIA_VISIBLE_DEVICES": "all",
-             "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_HOME": "/t"}  # fmt: skip
+             "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_HOME": "/t",
+             "TORCHINDUCTOR_CACHE_DIR": "/c"}  # fmt: skip
     for name, text in found.items():
         monkeypatch.setenv(name, text)
     assert describe_environment("cpu")["variables"] == {

@@ -89,7 +89,8 @@ def describe_environment(generation: str) -> dict[str, Any]:
         "variables": {
             name: shorten_paths(without_secrets(text))
             for name, text in sorted(os.environ.items())
-            if name.startswith(_VARIABLES) and not is_secret_name(name)
+            # Where a cache is changes no result, and torch sets TORCHINDUCTOR_CACHE_DIR itself when it compiles.
+            if name.startswith(_VARIABLES) and not name.endswith("_CACHE_DIR") and not is_secret_name(name)
         },
     }
 
