@@ -106,7 +106,7 @@ def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(
     assert worker.value("--when").startswith("eval-20")
     shown = console.export_text()
     assert f"written: {run / 'evaluation' / worker.value('--when')}.json\n" in shown
-    assert "words (exact_match)" in shown and "50.0% ± 2.5" in shown
+    assert "words (exact_match)" in shown and "50.0 % ± 2.5" in shown
 
 
 def test_a_checkpoint_is_evaluated_in_its_run(run: Path, outputs: Path, console: Console, worker: Worker) -> None:

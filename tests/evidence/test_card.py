@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.evidence.card import BEGIN, END, cells, listed, plot_file, section, update_card, update_overview
-from tunebook.evidence.files import read_evidence
+from tunebook.evidence.card import BEGIN, END, cells, plot_file, section, update_card, update_overview
+from tunebook.evidence.schema import read_evidence
 
 from .conftest import MakeRun, Record, curve
 
@@ -80,12 +80,6 @@ def test_the_row_counts_the_files_and_the_others_stay(tmp_path: Path, evidence: 
     assert readme.read_text() == TABLE.replace("| on its card | - |", row)
 
 
-def test_machinery_evidence_has_no_score(project_root: Path) -> None:
-    files = sorted((project_root / "recipes/qwen3b_zero2/evidence").glob("*.json"))
-    made = cells("qwen3b_zero2", [read_evidence(file) for file in files])
-    assert made == f"[{len(files)} machinery](recipes/qwen3b_zero2/README.md#evidence) | -"
-
-
 def test_real_evidence_comes_first_in_a_card_and_its_score_counts(evidence: Path) -> None:
     found = read_evidence(evidence)
     generated = found.model_copy(update={"ran": found.ran.model_copy(update={"data": "generated"})})
@@ -110,9 +104,3 @@ def test_a_card_shows_a_target_and_when_it_was_reached(card: Path, make_run: Mak
     text = card.read_text()
     assert "| loss may differ by | target |" in text
     assert "| words:exact_match >= 0.9: reached at step 60, after 6 to 6.1 s of training |" in text
-
-
-def test_a_list_names_the_kind_once(evidence: Path, make_run: MakeRun, record: Record) -> None:
-    assert listed([]) == "none yet"
-    other = record(make_run("training.seed=1"), make_run("training.seed=1"), label="two")
-    assert listed([evidence, other]) == "from-scratch evidence: cpu-1-one, cpu-1-two"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
-from tunebook.evidence.compare import Comparison, Verdict, claim_of_run, compare
+from tunebook.evidence.compare import Comparison, Verdict, claim_of_run, compare, input_differences
 from tunebook.evidence.gather import read_finished
+from tunebook.evidence.schema import Inputs
 
-from .conftest import MakeRun, Record, curve, edit_json, on_cpu, rows_of, verified
+from .conftest import MakeRun, Record, curve, edit_json, rows_of, verified
 
 EARLIER = [{"state": "running", "exit_code": None, "reason": None, "started": "x", "ended": None, "seconds": None}]
 LOSS, SPEED, MEMORY, SCORE = "loss", "tokens/s/GPU", "memory GiB", "words"
@@ -28,13 +25,6 @@ def evidence(make_run: MakeRun, record: Record) -> Path:
 @pytest.fixture
 def on_gpus(make_run: MakeRun, record: Record) -> Path:
     return record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=1010.0))
-
-
-@pytest.fixture
-def on_epyc(make_run: MakeRun, record: Record) -> Path:
-    """Two equal runs, and one that another processor could have made, with its last steps 10% higher."""
-    same = [on_cpu(make_run, speed=speed) for speed in (1000.0, 1010.0)]
-    return record(*same, on_cpu(make_run, threads=1, scale=1.1, score=0.88, speed=500.0))
 
 
 def between(one: Path, other: Path) -> Comparison:
@@ -86,7 +76,7 @@ def test_on_other_hardware_only_loss_and_score_are_judged(on_gpus: Path, make_ru
     assert [rows[name].verdict for name in (LOSS, SPEED, MEMORY, SCORE)] == [
         Verdict.different, Verdict.shown, Verdict.shown, Verdict.same,
     ]  # fmt: skip
-    assert rows[SPEED].why == "hardware.gpu is None, recorded with NVIDIA H200"
+    assert "hardware.gpu is None" in rows[SPEED].why
 
 
 @pytest.mark.parametrize(
@@ -108,31 +98,6 @@ def test_a_speed_whose_repetitions_are_far_apart_is_shown(make_run: MakeRun, rec
     assert rows[MEMORY].verdict is Verdict.same
 
 
-def test_the_same_processor_is_held_to_the_same_losses(on_epyc: Path, make_run: MakeRun) -> None:
-    assert rows_of(on_cpu(make_run))[LOSS].tolerance == 1e-6
-    assert rows_of(on_cpu(make_run, scale=1 + 1e-4))[LOSS].verdict is Verdict.different
-    assert rows_of(on_cpu(make_run, "hardware=cpu", gpus=1))[LOSS].tolerance == 1e-6  # its GPUs are idle
-
-
-@pytest.mark.parametrize(
-    ("numbers", "why"),
-    [
-        ({"name": "Xeon"}, "hardware.processor.name is Xeon, recorded with AMD EPYC, family 25, model 1"),
-        ({"threads": 8}, "hardware.processor.threads is 8, recorded with 2"),
-        ({"manifest": {"hardware": {"cpus": 8}}}, "hardware.cpus is 8, recorded with 2"),
-        ({"replaced": {"row_length: 1024": "row_length: 512"}}, "packing.row_length is 512, recorded with 1024"),
-        ({"manifest": {"environment": {"packages": {"torch": "0.1"}}}}, "on a CPU"),
-    ],
-)
-def test_elsewhere_the_measured_tolerance_applies(
-    on_epyc: Path, make_run: MakeRun, numbers: dict[str, Any], why: str
-) -> None:
-    rows = rows_of(on_cpu(make_run, scale=1.1, speed=1.0, score=0.85, **numbers))
-    assert (rows[LOSS].verdict, rows[SCORE].verdict) == (Verdict.same, Verdict.same)
-    assert (rows[SPEED].verdict, rows[SPEED].why) == (Verdict.shown, why)
-    assert rows_of(on_cpu(make_run, scale=1.5, **numbers))[LOSS].verdict is Verdict.different
-
-
 def test_other_packages_are_named_and_not_judged(evidence: Path, make_run: MakeRun) -> None:
     found = verified(make_run(manifest={"environment": {"packages": {"torch": "0.1"}}}))
     assert (found.rows[-1].name, found.rows[-1].verdict, found.exit_code) == ("packages", Verdict.shown, 0)
@@ -142,7 +107,7 @@ def test_other_packages_are_named_and_not_judged(evidence: Path, make_run: MakeR
 def test_a_single_run_is_compared_by_the_floors(make_run: MakeRun) -> None:
     original = make_run(gpus=1, validation={60: 2.0})
     found = between(original, make_run(gpus=1, speed=960.0, validation={60: 2.0}))
-    assert (found.exit_code, found.claim.tolerances["loss"].value) == (0, 1e-5)
+    assert (found.exit_code, found.claim.tolerances["loss"].value) == (0, 1e-4)  # fp32 on a GPU
     worse = between(original, make_run(gpus=1, speed=940.0, validation={60: 2.1}))
     assert {row.name for row in worse.rows if row.verdict is Verdict.different} == {SPEED, "validation loss"}
 
@@ -179,9 +144,35 @@ def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> Non
     assert verified(make_run()).rows[-1].verdict is Verdict.missed  # without a validation
 
 
-def test_brackets_in_a_name_are_not_markup(evidence: Path, make_run: MakeRun) -> None:
-    found = verified(make_run())
-    rows = [replace(row, why="of [bold] means", name="words [x]") for row in found.rows]
-    out = StringIO()
-    Console(file=out, width=400).print(replace(found, rows=rows).table())
-    assert out.getvalue().count("of [bold] means") == len(rows)
+# --- the inputs of two runs
+
+
+def keys(one: Inputs, other: Inputs) -> list[str]:
+    return [key for key, _, _ in input_differences(one, other)]
+
+
+def test_settings_and_data_are_compared_and_the_split_is_not(make_run: MakeRun) -> None:
+    run = read_finished(make_run()).inputs
+    assert keys(run, read_finished(make_run("training.micro_batch_size=4", "dataset.num_documents=9")).inputs) == []
+    assert keys(run, read_finished(make_run("training.seed=7")).inputs) == ["training.seed", "seed"]
+    assert keys(run, run.model_copy(update={"data_sha256": "9"})) == ["data_sha256"]
+    assert keys(run, run.model_copy(update={"data_fingerprint": "9"})) == []  # prepared by other code
+
+
+@pytest.mark.parametrize(
+    ("key", "fingerprint", "expected"),
+    [("data_sha256", "a", []), ("data_sha256", None, ["path"]), ("weights_fingerprint", "a", []),
+     ("weights_fingerprint", None, ["path"])],
+)  # fmt: skip
+def test_a_path_counts_where_the_hash_of_its_content_is_unknown(
+    make_run: MakeRun, key: str, fingerprint: str | None, expected: list[str]
+) -> None:
+    inputs, section = read_finished(make_run()).inputs, "dataset" if key == "data_sha256" else "model"
+
+    def moved(path: str) -> Inputs:
+        config = inputs.config | {section: inputs.config[section] | {"path": path}}
+        return inputs.model_copy(update={"config": config, key: fingerprint})
+
+    assert keys(moved("/here"), moved("/there")) == [f"{section}.{name}" for name in expected]
+    if fingerprint is not None:
+        assert keys(moved("/here"), moved("/here").model_copy(update={key: "b"})) == [key]

@@ -12,11 +12,11 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evidence.gather import RunFacts, claim_overrides, gather_results, read_finished, training_overrides
+from tunebook.evidence.gather import RunFacts, read_facts, read_finished, training_overrides
 from tunebook.evidence.schema import Software
 from tunebook.files import sha256_file
 from tunebook.record.manifest import RunState, finish_manifest
-from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.run_record import RunRecord
 
 from .conftest import MakeRun
 
@@ -47,7 +47,7 @@ def test_a_claim_has_the_launcher_but_neither_the_cluster_nor_the_place_of_resul
     words = ["launcher=slurm", "launcher.partition=of_mine", "training.seed=1"]
     others = ["outputs=/x", "tracking=none", "training.resume=auto", "--run-folder", "rf=1,x", "--recipes-dir=a=b"]
     manifest = {"command": ["tunebook", "train", "quickstart", *words, *others]}
-    assert claim_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
+    assert run_of(plain_config(), manifest).description([]).overrides == ["launcher=slurm", "training.seed=1"]
     assert training_overrides(manifest) == words, "to start the same again"
 
 
@@ -57,7 +57,7 @@ def test_a_plan_by_measured_steps_is_no_evidence_of_the_estimate(
 ) -> None:
     file = make_run(gpus=1) / "plan.json"
     file.write_text(json.dumps({"memory_gib": {"allocated": 9.5}, "memory_source": source}))
-    assert gather_results(read_run(file.parent)).planned_memory_gib == (9.5 if is_recorded else None)
+    assert read_facts(file.parent).results.planned_memory_gib == (9.5 if is_recorded else None)
 
 
 def test_a_score_comes_with_that_of_clean_items(make_run: MakeRun) -> None:
@@ -67,9 +67,8 @@ def test_a_score_comes_with_that_of_clean_items(make_run: MakeRun) -> None:
     scores = {"clean": {"value": 0.5, "stderr": 0.2, "num_items": 6}}
     record["contamination"] = {"not_checked": None, "tasks": {"words": {**counts, "scores": scores}}}
     file.write_text(json.dumps(record))
-    found = gather_results(read_run(file.parents[1])).scores["words"].contamination
-    assert found is not None
-    assert found.model_dump() == {**counts, "value": 0.5, "stderr": 0.2}
+    found = read_facts(file.parents[1]).results.scores["words"].contamination
+    assert found == {**counts, "value": 0.5, "stderr": 0.2}
 
 
 def software(differences: dict[str, dict[str, str | None]] | None, lock_sha256: str | None) -> Software:
@@ -129,7 +128,3 @@ def test_edited_results_are_refused(make_run: MakeRun) -> None:
     with pytest.raises(RequestError, match=r"metrics\.jsonl and evaluation/after\.json was changed") as error:
         read_finished(run)
     assert error.value.problem_id == "run-changed"
-
-
-def test_steps_without_a_finite_loss_are_missing(make_run: MakeRun) -> None:
-    assert read_finished(make_run(losses=[6.0, None, 4.0])).missing_steps == [2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tunebook.errors import RequestError
-from tunebook.evidence.target import describe_target, parse_target, progress_of, reached_text, require_measured
+from tunebook.evidence.target import describe_target, parse_target, progress_of, reached_text
 from tunebook.record.run_record import RunRecord
 
 AFTER = {"tasks": {"boolq": {"metric": "acc", "value": 0.7, "higher_is_better": True}}}
@@ -47,7 +47,7 @@ def test_targets_are_typed_as_a_comparison(text: str, expected: tuple[Any, ...],
      "loss<=2@1.5", "loss<=2@", "accuracy>=0.7", ":acc>=0.7", "boolq:>=0.7", "loss>=2"],
 )  # fmt: skip
 def test_other_text_is_refused_with_what_to_type(text: str) -> None:
-    with pytest.raises(RequestError, match=r"type, with the quotes, --target 'validation_loss<=2\.1@200'") as error:
+    with pytest.raises(RequestError) as error:
         parse_target(text)
     assert (error.value.problem_id, error.value.exit_code) == ("evidence-target", 2)
 
@@ -78,20 +78,6 @@ def test_a_score_is_reached_at_the_end_of_the_training() -> None:
     assert (reached.best, reached.steps, reached.seconds) == (0.7, 3, 6.0)
     assert progress_of(parse_target("boolq:acc>=0.7@2"), record).steps is None
     assert progress_of(parse_target("boolq:acc>=0.71"), record).best == 0.7
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("validation_loss<=2", "does not measure validation_loss, but loss, boolq:acc"),
-        ("bool:acc>=0.7", r"Did you mean 'boolq:acc'\?"),
-        ("boolq:acc_norm>=0.7", "does not measure boolq:acc_norm, but loss, boolq:acc"),
-    ],
-)
-def test_a_metric_that_the_run_does_not_measure_is_refused(text: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said) as error:
-        require_measured(parse_target(text), run_of(training=lines(1.0), after=AFTER))
-    assert error.value.problem_id == "evidence-target"
 
 
 def test_steps_and_seconds_of_repeats_are_a_range() -> None:

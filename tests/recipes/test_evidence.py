@@ -10,8 +10,8 @@ from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.config.identity import comparable_config
 from tunebook.evidence.card import cells, draw, plot_file, row_start, section
-from tunebook.evidence.differences import config_differences
-from tunebook.evidence.files import read_evidence
+from tunebook.evidence.compare import config_differences
+from tunebook.evidence.schema import read_evidence
 from tunebook.plan.auto.resolve import resolve_auto
 
 from ..evidence.conftest import machine_of

@@ -23,11 +23,9 @@ RIGHT = {
     "yes": "yes",
     "decimals": "0.0 0.0 0.0 0.0",
     "prose": PROSE,
-    "list": "- a\n- b\n- c\n- d\n- e\n- f\n- g\n- h\n",
     "table": TABLE,
     "zeros": "[" + ", ".join(["0"] * 64) + "]",
     "separator": PROSE + "-" * 100,
-    "laughter": "Ha ha ha ha! Very funny.",
     "rhyme": "Row, row, row your boat gently down the stream. Merrily, merrily, merrily, merrily, life is but a dream.",
     "thought": "<think>Seven times six is forty-two, of course.</think>42",
     "loop in the middle": "ho " * 18 + PROSE,
@@ -49,7 +47,6 @@ LOOPS = {
     "sentence": PROSE + "I hope this helps you. " * 20,
     "line": PROSE + "\n" + "print(x)\n" * 30,
     "word": "The answer is " + "yes " * 20,
-    "long run": (PROSE + "\n") * 6,
     "chinese": "\u6211\u4e0d\u77e5\u9053\u3002" * 20,
     "cut within a repeat": "Let us see. " * 20 + "Let us",
 }
@@ -92,7 +89,6 @@ def test_more_faults_than_before_are_a_warning() -> None:
     [
         (record(endless=60), record(endless=10)),
         (record(endless=10), record(endless=18)),  # less than the margin
-        (record(10), record(10, looping=2)),  # one in five of ten may be chance
         (None, record(endless=200)),
         (record(task="other"), record(endless=200)),
     ],

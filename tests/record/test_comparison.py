@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunebook.record.page.overview import summarize
-from tunebook.record.page.scores import compare_scores
 from tunebook.record.report import config_differences, number_rows, render_comparison, short_names
 from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.scores import compare_scores
 
 
 def rows_of(records: list[RunRecord]) -> dict[str, list[str]]:
@@ -33,25 +33,11 @@ def test_runs_stand_side_by_side(make_run) -> None:
     assert config_differences(records) == [("optimizer.learning_rate", ["0.002", "3e-05", "0.002"])]
 
 
-def test_rows_that_no_run_recorded_are_left_out(make_run) -> None:
-    records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
-    numbers = rows_of(records)
-    assert "MFU" not in numbers
-    assert "Tokens per second and rank" in numbers
-
-
-def test_the_duration_is_that_of_all_attempts(make_run) -> None:
-    records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
-    assert records[1].manifest is not None
-    records[1].manifest["earlier_attempts"] = [{"state": "stopped", "seconds": 8.0}]
-    assert rows_of(records)["Duration"] == ["1 min 42 s", "1 min 50 s, 2 attempts"]
-
-
 def test_missing_key_is_a_difference() -> None:
     records = [
         RunRecord(folder=Path("a"), config={"x": 1, "zero": {"stage": 2}}),
         RunRecord(folder=Path("b"), config={"x": 1}),
-        RunRecord(folder=Path("c"), config=None),
+        RunRecord(folder=Path("c"), config={}),
     ]
     assert config_differences(records) == [("zero.stage", ["2", "not set", "\N{EN DASH}"])]
     assert "Without a run.yaml, so not compared: c." in render_comparison(records)

@@ -48,7 +48,7 @@ def test_scores_of_an_evaluation_in_words() -> None:
     }
     tasks = {"boolq": {"scores": scores}, "other": {"scores": {}}}
     assert score_lines({"contamination": {"tasks": tasks}}) == [
-        "boolq: 71.2% ± 0.9 on 2,023 items (clean), 100.0% on 1 item (whole question found)"
+        "boolq: 71.2 % ± 0.9 on 2,023 items (clean), 100.0 % on 1 item (whole question found)"
     ]
     assert score_lines({"contamination": None}) == score_lines({}) == score_lines(None) == []
 

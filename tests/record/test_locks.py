@@ -16,8 +16,6 @@ from tunebook.record.locks import (
     lock_differences,
     locked_versions,
     matters,
-    optional_versions,
-    python_difference,
 )
 
 
@@ -88,14 +86,6 @@ def test_every_difference_is_named_in_both_directions_and_optional_packages_may_
     }
 
 
-@pytest.mark.parametrize(
-    ("version", "differs"), [("3.11.2", False), ("3.11", False), ("3.1.9", True), ("3.12.3", True)]
-)
-def test_the_interpreter_is_compared_by_its_minor_version(version: str, differs: bool) -> None:
-    expected = {"python": {"installed": version, "locked": "3.11"}} if differs else {}
-    assert python_difference(version) == expected
-
-
 def test_the_locked_interpreter_is_that_of_the_images_and_of_the_resolver(project_root: Path) -> None:
     assert f"/lib/python{LOCKED_PYTHON}/" in (project_root / "docker/Dockerfile").read_text()
     assert f'OLDEST_PYTHON = "{LOCKED_PYTHON}"' in (project_root / "docker/make_locks.py").read_text()
@@ -109,15 +99,6 @@ def test_the_build_of_torch_decides_which_lock_of_the_cpu_counts(project_root: P
     assert generation_versions(folder, registry)["torch"] == "2.13.0"
     assert generation_versions(folder, registry)["nvidia-cublas"] == "13.1.1.3"
     assert generation_versions(project_root / "docker/hopper", own)["torch"] == "2.13.0"  # a CPU build does not serve
-
-
-def test_packages_of_optional_locks_may_be_missing(project_root: Path) -> None:
-    optional = optional_versions(project_root / "docker", project_root / "docker/hopper")
-    assert {name: optional[name] for name in ("pip", "pytest", "ray", "flash-attn")} == {
-        "pip": "26.3", "pytest": "9.2.0", "ray": "2.60.0", "flash-attn": "2.8.3.post2",
-    }  # fmt: skip
-    assert "flash-attn" not in optional_versions(project_root / "docker", project_root / "docker/volta")
-    assert "flash-attn-4" in generation_versions(project_root / "docker/hopper", {})
 
 
 def test_differences_start_with_torch() -> None:

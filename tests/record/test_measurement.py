@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tunebook.config.choices import Generation
-from tunebook.data.batch import BatchPlan, solve_batch
+from tunebook.config.choices import Generation, LauncherName, PackingMode, PeftMethod, Strategy, TrackerName
+from tunebook.config.frozen import plain_config
+from tunebook.config.schema import (
+    DatasetConfig,
+    HardwareConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelismConfig,
+    PeftSettings,
+    RunConfig,
+    SlurmConfig,
+    TrainingConfig,
+)
+from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Gpu, Machine
-from tunebook.plan.draft import draft_run
-from tunebook.record import measurement as module
 from tunebook.record.measurement import (
     is_measurable,
     keep_measurement,
@@ -24,7 +36,6 @@ from tunebook.record.measurement import (
 
 H100 = Gpu(name="NVIDIA H100", memory_gib=79.6, compute_capability=(9, 0), generation=Generation.hopper)
 TWO_H100 = Machine(gpus=[H100, H100], driver="580", num_cpus=8, host_memory_gib=200.0)
-RECIPE, USUAL = "qwen3b_zero2", ("hardware=hopper", "hardware.gpus_per_node=2", "training.micro_batch_size=2")
 LINES = [
     {"memory_gib": [50.0, 61.5], "memory_reserved_gib": [55.0, 66.0], "memory_device_gib": [57.0, 68.0],
      "tokens_per_second_per_gpu": 90.0},
@@ -33,15 +44,22 @@ LINES = [
 ]  # fmt: skip
 
 
-def planned(*words: str):
-    """The resolved configuration and its batch, on two H100s."""
-    draft = draft_run(RECIPE, [*USUAL, *words], [], TWO_H100)
-    draft.raise_errors()
-    return draft.resolution.config, draft.batch
+def run_of(packing: PackingConfig | None = None, **training: Any) -> RunConfig:
+    """A configuration for two H100s; `training` replaces its settings."""
+    settings = {"max_length": 2048, "global_samples": 528, "micro_batch_size": 2} | training
+    return plain_config(
+        model=ModelConfig(name="org/model"),
+        dataset=DatasetConfig(path="x.jsonl", num_documents=10_000),
+        hardware=HardwareConfig(generation=Generation.hopper, gpus_per_node=2),
+        parallelism=ParallelismConfig(strategy=Strategy.zero2),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        packing=packing or PackingConfig(mode=PackingMode.padded),
+        training=TrainingConfig(**settings),
+    )
 
 
-def key(*words: str, machine: Machine = TWO_H100) -> Path:
-    return measurement_file(*planned(*words), machine)
+def key(config: RunConfig, machine: Machine = TWO_H100) -> Path:
+    return measurement_file(config, solve_batch(config, None), machine)
 
 
 def test_the_highest_peak_of_each_rank_and_the_speed_of_the_last_step_are_read():
@@ -52,57 +70,40 @@ def test_the_highest_peak_of_each_rank_and_the_speed_of_the_last_step_are_read()
     assert (on_cpu.memory_gib, on_cpu.memory_reserved_gib) == ([0.6], [])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "training.seed=7",
-        "optimizer.learning_rate=3e-3",
-        "training.max_steps=50",
-        "training.global_samples=1056",
-        "tracking=tensorboard",
-        "hardware.host_memory_gib=500",
-    ],
-)
-def test_what_changes_no_memory_finds_the_same_measurement(words):
-    assert key(words) == key()
+def test_what_changes_no_memory_finds_the_same_measurement():
+    usual, config = key(run_of()), run_of(seed=7, max_steps=50, global_samples=1056)
+    config.optimizer.learning_rate, config.tracking.name = 3e-3, TrackerName.tensorboard
+    assert key(config) == usual
+
+
+def test_what_changes_memory_does_not(monkeypatch):
+    usual = run_of()
+    changed = [run_of(max_length=512), run_of(micro_batch_size=1)]
+    changed += [replace(usual, parallelism=ParallelismConfig(strategy=Strategy.ddp))]
+    changed += [replace(usual, peft=PeftSettings(method=PeftMethod.lora))]
+    larger = replace(H100, memory_gib=139.8)
+    files = [*map(key, changed), key(usual, replace(TWO_H100, gpus=[larger, larger]))]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    files.append(key(usual))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert len({key(usual), *files}) == 1 + len(files)
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("packing", "training", "passes"),
     [
-        "training.max_length=512",
-        "training.micro_batch_size=1",
-        "parallelism=fsdp",
-        "peft=lora",
-        "hardware.gpus_per_node=1 parallelism=single",
+        (None, {"global_samples": 4}, 1),
+        (None, {"global_samples": 528}, 2),  # as good as 132
+        (PackingConfig(mode=PackingMode.isolated, row_length=2048), {"micro_batch_size": 1}, 2),
+        # no multiple of a document's 2,048 tokens
+        (PackingConfig(mode=PackingMode.isolated, row_length=3000), {"micro_batch_size": 1}, 2),
+        (PackingConfig(mode=PackingMode.isolated, row_length=4096),
+         {"global_tokens": 16_384, "global_samples": None}, 1),
     ],
-)
-def test_what_changes_memory_does_not(words):
-    assert key(*words.split()) != key()
-
-
-def test_neither_does_another_gpu_package_or_setting_of_the_allocator(monkeypatch):
-    usual, larger = key(), replace(H100, memory_gib=139.8)
-    assert key(machine=replace(TWO_H100, gpus=[larger, larger])) != usual
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-        assert key() != usual
-    monkeypatch.setattr(module, "PACKAGES", ("torch",))
-    assert key() != usual
-
-
-@pytest.mark.parametrize(
-    ("words", "passes"),
-    [
-        ("training.global_samples=4 packing=padded", 1),
-        ("training.global_samples=528 packing=padded", 2),  # as good as 132
-        ("packing=isolated packing.row_length=2048", 2),
-        ("packing=isolated packing.row_length=3000", 2),  # no multiple of a document's 2,048 tokens
-        ("training.global_tokens=16384 training.global_samples=null packing.row_length=4096 packing=isolated", 1),
-    ],
-)
-def test_every_row_is_full_and_a_step_takes_two_passes_where_the_run_takes_several(words, passes):
-    config, batch = planned("training.max_length=2048", *words.split())
+)  # fmt: skip
+def test_every_row_is_full_and_a_step_takes_two_passes_where_the_run_takes_several(packing, training, passes):
+    config = run_of(packing, **training)
+    batch = solve_batch(config, None)
     measured = measured_config(config, batch)
     documents = measured.dataset.synthetic
     assert documents.min_tokens == documents.max_tokens <= 2048
@@ -113,7 +114,8 @@ def test_every_row_is_full_and_a_step_takes_two_passes_where_the_run_takes_sever
 
 def test_a_measurement_is_found_again_and_a_damaged_one_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
-    config, batch = planned()
+    config = run_of()
+    batch = solve_batch(config, None)
     assert recall_measurement(config, batch, TWO_H100) is None
     taken = read_steps(LINES, 4096, "2026-01-02")
     keep_measurement(taken, config, batch, TWO_H100)
@@ -124,9 +126,10 @@ def test_a_measurement_is_found_again_and_a_damaged_one_is_none(tmp_path, monkey
         assert recall_measurement(config, batch, TWO_H100) is None
 
 
-@pytest.mark.parametrize("words", ["launcher=slurm", "launcher=ray", "hardware.num_nodes=2"])
-def test_ranks_that_start_elsewhere_have_no_measurement(words):
-    config, batch = planned(words)
-    assert isinstance(batch, BatchPlan)
-    assert not is_measurable(config)
-    assert recall_measurement(config, batch, TWO_H100) is None
+def test_ranks_that_start_elsewhere_have_no_measurement():
+    for config in (
+        replace(run_of(), launcher=SlurmConfig(name=LauncherName.slurm)),
+        replace(run_of(), hardware=HardwareConfig(generation=Generation.hopper, gpus_per_node=1, num_nodes=2)),
+    ):
+        assert not is_measurable(config)
+        assert recall_measurement(config, solve_batch(config, None), TWO_H100) is None

@@ -16,6 +16,7 @@ def write(folder: Path, *lines: dict[str, Any]) -> None:
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
     write_line(tmp_path, {"step": 1, "loss": 2.5})
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}]
     write_line(tmp_path, {"step": 1, "validation_loss": 2.0})
@@ -41,8 +42,9 @@ def test_truncated_last_line_is_dropped(tmp_path: Path) -> None:
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl line 2 is not JSON"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 2") as raised:
         read_metrics(tmp_path)
+    assert raised.value.problem_id == "broken-record"
 
 
 def test_a_resumed_run_leaves_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
@@ -60,10 +62,6 @@ def test_a_resumed_run_leaves_the_lines_up_to_its_checkpoint(tmp_path: Path) -> 
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_no_file_means_no_lines(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-
-
 def test_steps_around_a_stop_count_once() -> None:
     lines = [
         {"step": 5, "num_steps": 5, "loss": 4.0},
@@ -79,10 +77,3 @@ def test_partly_logged_window_is_left_out() -> None:
     # Killed after step 10, whose line had five steps, and resumed from step 8.
     lines = [{"step": step, "num_steps": num, "loss": 20.0 - step} for step, num in ((5, 5), (10, 2), (15, 5))]
     assert by_schedule(lines, 5) == [(5, 15.0), (15, 5.0)]
-
-
-def test_a_line_that_no_run_writes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss":}\n')
-    with pytest.raises(DataError, match="line 1") as raised:
-        read_metrics(tmp_path)
-    assert raised.value.problem_id == "broken-record"

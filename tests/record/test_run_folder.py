@@ -1,44 +1,39 @@
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.errors import RequestError
 from tunebook.record.run_folder import (
     clear_outcomes,
     create_run_folder,
     find_runs,
     latest_run,
     make_run_folder,
+    make_unique,
     read_outcomes,
-    remove_if_empty,
     resolve_run,
     write_outcome,
 )
 
-NOON = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
+
+def make_folder(outputs: Path, recipe: str, second: int = 0) -> Path:
+    return make_unique(make_run_folder(outputs / recipe), f"2026-11-21T12-00-{second:02d}Z")
 
 
 def make_run(outputs: Path, recipe: str, second: int = 0) -> Path:
-    folder = create_run_folder(outputs, recipe, NOON.replace(second=second))
+    folder = make_folder(outputs, recipe, second)
     (folder / "run.yaml").touch()
     return folder
 
 
-def test_folders_are_named_by_time_and_told_apart_within_a_second(tmp_path: Path) -> None:
-    names = [create_run_folder(tmp_path / "outputs", "quickstart", NOON).name for _ in range(3)]
-    assert names == ["2026-11-21T12-00-00Z", "2026-11-21T12-00-00Z-002", "2026-11-21T12-00-00Z-003"]
-
-
 def _create_many(outputs: Path) -> None:
     for _ in range(10):
-        create_run_folder(outputs, "quickstart", NOON)
+        create_run_folder(outputs, "quickstart")
 
 
 def test_processes_that_start_in_the_same_second_never_share_a_folder(tmp_path: Path) -> None:
@@ -55,8 +50,8 @@ def test_processes_that_start_in_the_same_second_never_share_a_folder(tmp_path: 
 
 
 def test_latest_is_a_relative_link_to_the_newest(tmp_path: Path) -> None:
-    create_run_folder(tmp_path / "outputs", "quickstart", NOON)
-    newest = create_run_folder(tmp_path / "outputs", "quickstart", NOON)
+    create_run_folder(tmp_path / "outputs", "quickstart")
+    newest = create_run_folder(tmp_path / "outputs", "quickstart")
     shutil.move(tmp_path / "outputs", tmp_path / "moved")
     link = tmp_path / "moved" / "quickstart" / "latest"
     assert link.readlink() == Path(newest.name)
@@ -74,24 +69,9 @@ def test_outputs_that_cannot_be_written_to_is_refused_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere, so permissions do not tell
-    with pytest.raises(RequestError, match="no permission to write"):
+    with pytest.raises(RequestError, match="may not write in it"):
         create_run_folder(tmp_path / "outputs", "quickstart")
     assert not list(tmp_path.iterdir())
-
-
-def test_failed_write_despite_permission_is_refused() -> None:
-    with pytest.raises(RequestError, match="no run folder can be made in /proc/outputs"):
-        create_run_folder(Path("/proc/outputs"), "quickstart")
-
-
-def test_a_disk_that_fills_up_in_between_is_reported_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, *arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(DoesNotFitError, match=r"free some space") as raised:
-        create_run_folder(tmp_path, "quickstart")
-    assert raised.value.problem_id == "disk-full"
 
 
 def test_runs_are_found_oldest_first_and_other_folders_are_not_runs(tmp_path: Path) -> None:
@@ -100,7 +80,7 @@ def test_runs_are_found_oldest_first_and_other_folders_are_not_runs(tmp_path: Pa
         tenth = make_run(tmp_path, "a", 2)
     other = make_run(tmp_path, "b", 3)
     (tmp_path / "a" / "notes").mkdir()
-    create_run_folder(tmp_path, "a", NOON.replace(second=9))  # empty: it never started
+    make_folder(tmp_path, "a", 9)  # empty: it never started
     runs = find_runs(tmp_path)
     assert (runs[0], runs[-2], runs[-1]) == (first, tenth, other)  # -010 after -009, not after -001
     assert len(runs) == 12
@@ -116,21 +96,10 @@ def test_a_run_is_named_by_folder_latest_recipe_or_recipe_and_time(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()  # a folder of the same name that is no run does not hide the recipe
     for text, expected in {
-        str(old): old, "outputs/a/latest": new, "a/latest": new, "latest": other, "a": new, "b": other,
+        str(old): old, "latest": other, "a": new, "b": other,
         f"a/{old.name}": old, "outputs/a": new, "outputs/a/": new, "a/": new,
     }.items():  # fmt: skip
         assert resolve_run(text, Path("outputs")) == expected, text
-
-
-def test_empty_folder_is_removed_and_latest_updated(tmp_path: Path) -> None:
-    kept = make_run(tmp_path, "a", 1)
-    remove_if_empty(create_run_folder(tmp_path, "a", NOON.replace(second=2)))
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [kept.name, "latest"]
-    assert (tmp_path / "a" / "latest").resolve() == kept
-    remove_if_empty(kept)
-    assert kept.is_dir(), "it holds something"
-    remove_if_empty(create_run_folder(tmp_path, "b", NOON))
-    assert list((tmp_path / "b").iterdir()) == []
 
 
 def test_path_is_not_read_as_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +172,3 @@ def test_killed_rank_is_named_with_the_other_outcomes(tmp_path: Path) -> None:
     assert outcome.reason.startswith("rank 1 ended without recording a reason: it was killed")
     assert outcome.reason.endswith("Rank 0 says: RuntimeError: connection closed by peer")
     assert outcome.step == 4
-
-
-def test_a_named_run_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    folder = make_run_folder(tmp_path / "a" / "b")
-    assert make_run_folder(folder).is_dir()
-    (tmp_path / "file").touch()
-    with pytest.raises(RequestError, match=r"no run folder can be made in .*file/run"):
-        make_run_folder(tmp_path / "file" / "run")

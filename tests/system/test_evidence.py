@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.system.conftest import BIT_FOR_BIT, ONE_THREAD
-from tunebook.record.manifest import read_manifest
 
 
 def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
@@ -15,9 +14,6 @@ def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
     assert ended.exit_code == 0, ended.output
     assert "agrees with cpu-1-" in ended.output
     assert "DIFFERENT" not in ended.output
-    processor = read_manifest(quickstart.folder)["processor"]
-    assert processor["threads"] >= 1
-    assert processor["name"] and processor["instructions"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])

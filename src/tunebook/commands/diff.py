@@ -11,16 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.identity import flat_differences
-from tunebook.evidence.compare import claim_of_run, compare
-from tunebook.evidence.differences import Difference
+from tunebook.evidence.compare import Difference, claim_of_run, compare
 from tunebook.evidence.gather import read_facts
 from tunebook.record.run_folder import resolve_run
-from tunebook.terminal import print_text
 
 # Keys of the manifest, with all keys below them, that differ between any two runs.
 _UNIQUE_KEYS = tuple(f"{key}." for key in (
-    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "start_up",
-    "files_sha256", "model_files.training_args.bin",  # which names the run folder
+    "status.started", "status.ended", "status.seconds", "command", "config_sha256", "start_up", "files_sha256",
+    "model_files.training_args.bin",  # which names the run folder
 ))  # fmt: skip
 
 
@@ -34,23 +32,19 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     )
     settings = {
         "config": configs,
-        "manifest": [found for found in manifests if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
+        "manifest": [difference for difference in manifests if not f"{difference[0]}.".startswith(_UNIQUE_KEYS)],
     }
     losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]
     is_measured = all(any(loss is not None for loss in curve) for curve in losses)
     results = compare(claim_of_run(one), other) if is_measured else None
     if as_json:
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             section: [{"key": key, "values": [first, second]} for key, first, second in rows]
             for section, rows in settings.items()
         }
-        found["results"] = results.to_json()["rows"] if results else []
-        print(json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False))
+        content["results"] = results.to_json()["rows"] if results else []
+        print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
         return 0
-    for run in (one, other):
-        for name in run.record.changed_files:
-            changed = f"{run.record.name}: {name} was changed after the run, by the hash in its manifest"
-            print_text(changed, console, style="yellow")
     if any(settings.values()):
         console.print(_settings_table(settings, (one.record.name, other.record.name)))
     else:

@@ -5,7 +5,6 @@ The steps are: compose, check, plan, prepare, launch, evaluate, record.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,9 +148,7 @@ def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path)
         folder,
         config,
         world_size=world_size(config),
-        # Not what the user typed: `tunebook reproduce` is typed without the overrides that it trains with.
         command=command_words("train", config.recipe, job.overrides),
-        typed=["tunebook", *sys.argv[1:]],
         model=known,
         tokenizer_sha256=prepared.tokenizer_sha256,
         chat_template_sha256=prepared.chat_template_sha256,

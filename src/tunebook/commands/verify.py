@@ -14,20 +14,29 @@ from rich.console import Console
 from tunebook.config.identity import flat_differences
 from tunebook.errors import RequestError
 from tunebook.evidence.card import update_card, update_overview, with_section
-from tunebook.evidence.compare import Claim, claim_of_evidence, compare
-from tunebook.evidence.differences import (
-    Difference,
+from tunebook.evidence.compare import (
+    Claim,
+    claim_of_evidence,
+    compare,
     hardware_differences,
     input_differences,
     named,
     require_same_inputs,
     split_differences,
 )
-from tunebook.evidence.files import evidence_files, evidence_folder, read_evidence, write_evidence
 from tunebook.evidence.gather import RunFacts, read_finished
-from tunebook.evidence.schema import FORMAT, Evidence, Repeat, Target
-from tunebook.evidence.target import Progress, describe_target, parse_target, progress_of, require_measured
-from tunebook.evidence.tolerances import MEMORY, SAME_PROCESSOR_FLOOR, SPEED, compute_tolerances
+from tunebook.evidence.schema import (
+    FORMAT,
+    Evidence,
+    Repeat,
+    Target,
+    evidence_files,
+    evidence_folder,
+    read_evidence,
+    write_evidence,
+)
+from tunebook.evidence.target import Progress, describe_target, parse_target, progress_of
+from tunebook.evidence.tolerances import compute_tolerances
 from tunebook.files import sha256_file
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.run_folder import resolve_run
@@ -58,20 +67,18 @@ def verify_command(
             "--label NAME to record evidence of several",
             problem_id="evidence-label",
         )
-    wanted = None if target is None else parse_target(target)
-    folders = [resolve_run(run, outputs) for run in runs]
-    found_runs = [read_finished(folder) for folder in folders]
+    typed = None if target is None else parse_target(target)
+    runs_read = [read_finished(resolve_run(run, outputs)) for run in runs]
     if label is not None:
-        return _record(found_runs, label, recipes_dirs, console, wanted)
-    claim = find_claim(found_runs[0], recipes_dirs, against)
-    if wanted is not None:
-        require_measured(wanted, found_runs[0].record)
-        claim = replace(claim, target=wanted, repeats=())  # the recorded runs had another target
-    found = compare(claim, found_runs[0])
+        return _record(runs_read, label, recipes_dirs, console, typed)
+    claim = find_claim(runs_read[0], recipes_dirs, against)
+    if typed is not None:
+        claim = replace(claim, target=typed, repeats=())  # the recorded runs had another target
+    comparison = compare(claim, runs_read[0])
     if as_json:
-        print(json.dumps(found.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
-        return found.exit_code
-    return found.print(console)
+        print(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
+        return comparison.exit_code
+    return comparison.print(console)
 
 
 def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) -> Claim:
@@ -86,23 +93,23 @@ def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) ->
             "tunebook verify RUN RUN --record --label NAME records it",
             problem_id="no-evidence",
         )
-    claims = {file: claim_of_evidence(file, read_evidence(file)) for file in files}
+    recorded = {file: read_evidence(file) for file in files}
 
     def distance(file: Path) -> tuple[int, bool, bool]:
-        claim = claims[file]
+        evidence = recorded[file]
         return (
-            len(input_differences(claim.inputs, run.inputs)),
-            bool(hardware_differences(claim.hardware, run.hardware)),
-            bool(split_differences(claim.inputs, run.inputs)),
+            len(input_differences(evidence.inputs, run.inputs)),
+            bool(hardware_differences(evidence.hardware, run.hardware)),
+            bool(split_differences(evidence.inputs, run.inputs)),
         )
 
     nearest = min(files, key=distance)
     require_same_inputs(
-        claims[nearest].inputs,
+        recorded[nearest].inputs,
         run.inputs,
         f"the run is of other settings than the nearest evidence, which tunebook reproduce {nearest} trains again",
     )
-    return claims[nearest]
+    return claim_of_evidence(nearest, recorded[nearest])
 
 
 def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console: Console, target: Target | None) -> int:
@@ -119,8 +126,6 @@ def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console:
     folder = evidence_folder(recipe, recipes_dirs)
     card = folder.parent / "README.md"
     with_section(card, "")  # refused now, before anything is written
-    for file in evidence_files(recipe, recipes_dirs):
-        read_evidence(file)
     file = write_evidence(evidence_of(runs, label, recipes_dirs, target), folder)
     print_text(f"written: {file}", console)
     files = evidence_files(recipe, recipes_dirs)
@@ -169,66 +174,47 @@ def _require_repetitions(runs: Sequence[RunFacts]) -> None:
             f"evidence needs two trainings or more: {first.record.folder} is alone, or another is a copy of it; train "
             "again (training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME"
         )
-    for other in others:
-        if differing := _run_differences(first, other):
+    # The packages must be the same. The image and a CPU need not be.
+    machines = [
+        run.software.model_dump(exclude={"image_digest"}) | run.hardware.model_dump(include={"gpu", "gpus", "nodes"})
+        for run in runs
+    ]
+    for other, machine in zip(others, machines[1:], strict=True):
+        if differing := [
+            *input_differences(first.inputs, other.inputs),
+            *split_differences(first.inputs, other.inputs),
+            *flat_differences(machines[0], machine),
+        ]:
             raise _not_repeated(
                 f"{other.record.folder} is not a repetition of {first.record.folder}: {named(differing)}"
             )
 
 
-def _run_differences(one: RunFacts, other: RunFacts) -> list[Difference]:
-    """What repetitions must not differ in: the packages must be the same, the image and the processor need not be."""
-    first, second = (run.software.model_dump(exclude={"image_digest"}) for run in (one, other))
-    here, there = (run.hardware.model_dump(include={"gpu", "gpus", "nodes"}) for run in (one, other))
-    return [
-        *input_differences(one.inputs, other.inputs),
-        *split_differences(one.inputs, other.inputs),
-        *flat_differences(first | here, second | there),
-    ]
-
-
 def evidence_of(
     runs: Sequence[RunFacts], label: str, recipes_dirs: list[Path], target: Target | None = None
 ) -> Evidence:
-    """The evidence of repeated runs. Raises: RequestError if a run missed the target, or the first is alone."""
+    """The evidence of repeated runs. Raises: RequestError if a run missed the target."""
     first = runs[0]
-    # On a CPU, runs on other processors, or with other threads or instructions, show what those may differ by.
-    alike = [run for run in runs if run.hardware.processor == first.hardware.processor]
-    if len(alike) < 2:
-        raise _not_repeated(
-            f"only {first.record.folder} ran with its processor, instructions and threads: name another run like it; "
-            "runs with others may follow"
-        )
-    floor = SAME_PROCESSOR_FLOOR if first.hardware.processor is not None else None
-    tolerances = compute_tolerances([run.results for run in alike], first.config, floor)
-    elsewhere = None
-    if first.hardware.processor is not None:
-        elsewhere = compute_tolerances([run.results for run in runs], first.config)
-        for key in (SPEED, MEMORY):  # of other work on the machine, and of the whole process
-            tolerances.pop(key, None)
-            elsewhere.pop(key, None)
     return Evidence(
         format=FORMAT,
         ran=first.description(recipes_dirs),
         hardware=first.hardware,
         label=label,
         recorded=f"{datetime.now(UTC):%Y-%m-%d}",
-        repeats=[_repeat(run, target, is_alike=run in alike) for run in runs],
+        repeats=[_repeat(run, target) for run in runs],
         results=first.results,
         target=target,
-        tolerances=tolerances,
-        tolerances_elsewhere=elsewhere,
+        tolerances=compute_tolerances([run.results for run in runs], first.config),
         inputs=first.inputs,
         software=first.software,
         content_sha256="",
     )
 
 
-def _repeat(run: RunFacts, target: Target | None, *, is_alike: bool) -> Repeat:
+def _repeat(run: RunFacts, target: Target | None) -> Repeat:
     """A summary of one of the runs. Raises: RequestError if it missed the target."""
     reached = Progress(best=None)
     if target is not None:
-        require_measured(target, run.record)
         reached = progress_of(target, run.record)
         if reached.steps is None:
             raise RequestError(
@@ -241,7 +227,6 @@ def _repeat(run: RunFacts, target: Target | None, *, is_alike: bool) -> Repeat:
         started=run.record.status["started"],
         final_loss=run.results.losses[-1],
         tokens_per_second_per_gpu=run.results.tokens_per_second_per_gpu,
-        processor=None if is_alike else run.hardware.processor,
         steps_to_target=reached.steps,
         time_to_target_s=reached.seconds,
     )

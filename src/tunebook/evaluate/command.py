@@ -27,10 +27,10 @@ from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import score_lines
-from tunebook.record.differences import answers_of, score_in_words
 from tunebook.record.model_origin import allowed_mismatches
-from tunebook.record.page.scores import Score, ScoreRow, score_rows
+from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.run_folder import LATEST, RUN_FILE, time_name
+from tunebook.record.scores import answers_of, score_rows
 from tunebook.terminal import print_text
 from tunebook.train.environment import evaluation_environment
 from tunebook.train.requirements import refuse_wrong_image
@@ -167,21 +167,14 @@ def score_table(records: list[dict[str, Any]], run: Path) -> Table:
     if len(records) == 2:
         table.add_column("change", justify="right")
     is_pair = len(records) == 2
-    answers = [answers_of(run, record) if is_pair else {} for record in records]
+    answers = [answers_of(run, record) for record in records] if is_pair else []
     last = records[-1]
-    for row in score_rows(records[0], last, *answers) if is_pair else score_rows(None, last):
+    for row in score_rows(records[0] if is_pair else {}, last, *answers):
         name = f"  {row.name}" if row.is_group else f"{row.name} ({row.metric})"
-        cells = [_cell(row, score) for score in row.scores[-len(records) :]]
+        cells = [score.text if score is not None else "-" for score in row.scores[-len(records) :]]
         change = [row.scores[1].change or "-" if row.scores[1] is not None else "-"] if is_pair else []
         table.add_row(Text(name), row.num_items, *cells, *change)  # names may have brackets
     if last["baseline"] is not None:
-        cells = ["" for _ in records[:-1]] + [score_in_words(last["baseline"], as_share=True)]
+        cells = ["" for _ in records[:-1]] + [format_value(last["baseline"]["value"], Unit.share)]
         table.add_row(Text(f"baseline: {last['baseline']['name']}"), "", *cells)
     return table
-
-
-def _cell(row: ScoreRow, score: Score | None) -> str:
-    if score is None:
-        return "-"
-    error = None if row.is_group else score.standard_error
-    return score_in_words({"value": score.value, "stderr": error}, as_share=row.has_bar)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tunebook.config.override_text import command_words, shell_command
 from tunebook.errors import RequestError
-from tunebook.evidence.files import read_evidence
-from tunebook.evidence.schema import Evidence, Kind
+from tunebook.evidence.schema import Evidence, Kind, read_evidence
 from tunebook.evidence.target import describe_target, recorded_text
 from tunebook.evidence.tolerances import LOSS, SPEED
 from tunebook.files import atomic_write_text
@@ -29,8 +28,8 @@ path.faint{stroke-width:1;opacity:.4}path.arrow{display:none}.cursor{display:non
 def update_card(card: Path, files: Sequence[Path]) -> None:
     """Write the plot of each file and the card's section. Raises: RequestError for a card without a section."""
     recorded = [(file, read_evidence(file)) for file in files]
-    for file, found in recorded:
-        atomic_write_text(plot_file(file), draw(found))
+    for file, evidence in recorded:
+        atomic_write_text(plot_file(file), draw(evidence))
     atomic_write_text(card, with_section(card, section(recorded)))
 
 
@@ -49,58 +48,55 @@ def with_section(card: Path, made: str) -> str:
 
 def section(recorded: Sequence[tuple[Path, Evidence]]) -> str:
     """A table with one row per file, the strongest kind of evidence first, its plot, and what to type, folded."""
-    recorded = sorted(recorded, key=lambda one: list(Kind).index(one[1].kind))
+    recorded = sorted(recorded, key=lambda entry: list(Kind).index(entry[1].kind))
     columns = ["evidence", "what was run", "final loss", "tokens/s/GPU", "GiB", "score", "loss may differ by"]
-    if has_target := any(found.target is not None for _, found in recorded):
+    if has_target := any(evidence.target is not None for _, evidence in recorded):
         columns.append("target")
     lines = [
         BEGIN, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}",
-        *(_row(file, found, has_target=has_target) for file, found in recorded), "",
+        *(_row(file, evidence, has_target=has_target) for file, evidence in recorded), "",
         *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file, _ in recorded[:1]), "",
         "<details>", "<summary>The commands, and the packages that they ran with</summary>", "",
-        *(line for file, found in recorded for line in _repetition(file, found)),
+        *(line for file, evidence in recorded for line in _repetition(file, evidence)),
         "</details>", "",
         END,
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
-    ran, results, hardware, memory = found.ran, found.results, found.hardware, found.results.memory_gib
-    what = f"{found.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
-    what += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(found.repeats)} runs, {found.recorded}"
+def _row(file: Path, evidence: Evidence, *, has_target: bool) -> str:
+    ran, results, hardware, memory = evidence.ran, evidence.results, evidence.hardware, evidence.results.memory_gib
+    description = f"{evidence.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
+    description += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(evidence.repeats)} runs, {evidence.recorded}"
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
-    tolerance = f"{found.tolerances[LOSS].value:.2g}"
-    if found.tolerances_elsewhere is not None:
-        tolerance += f"; on another processor {found.tolerances_elsewhere[LOSS].value:.2g}"
     cells = [
-        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", what,
-        f"{results.losses[-1]:.4f}", _speed_text(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
-        tolerance,
+        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", description,
+        f"{results.losses[-1]:.4f}", _speed_text(evidence), "-" if memory is None else f"{memory:.2f}", scores or "-",
+        f"{evidence.tolerances[LOSS].value:.2g}",
     ]  # fmt: skip
     if has_target:
-        target = found.target
-        cells.append("-" if target is None else f"{describe_target(target)}: {recorded_text(found.repeats)}")
+        target = evidence.target
+        cells.append("-" if target is None else f"{describe_target(target)}: {recorded_text(evidence.repeats)}")
     return f"| {' | '.join(cells)} |"
 
 
-def _speed_text(found: Evidence) -> str:
+def _speed_text(evidence: Evidence) -> str:
     """The first run's speed, or the range of the repetitions if it is not judged."""
-    alike = [repeat.tokens_per_second_per_gpu for repeat in found.repeats if repeat.processor is None]
-    if SPEED in found.tolerances:
-        return f"{alike[0]:,.0f}"
-    known = [speed for speed in alike if speed is not None]
+    if SPEED in evidence.tolerances:
+        return f"{evidence.repeats[0].tokens_per_second_per_gpu:,.0f}"
+    speeds = (repeat.tokens_per_second_per_gpu for repeat in evidence.repeats)
+    known = [speed for speed in speeds if speed is not None]
     return f"{min(known):,.0f} to {max(known):,.0f}, not judged" if known else "-"
 
 
-def _repetition(file: Path, found: Evidence) -> list[str]:
+def _repetition(file: Path, evidence: Evidence) -> list[str]:
     """What a file was recorded with: its packages, and the command."""
-    packages = found.software.deviation()
+    packages = evidence.software.deviation()
     if packages is None:
         packages = "every package was the lock's"
-        if found.software.image_digest is not None:
-            packages += f", in the image `{found.software.image_digest}`"
-    command = shell_command(command_words("train", found.ran.recipe, found.ran.overrides))
+        if evidence.software.image_digest is not None:
+            packages += f", in the image `{evidence.software.image_digest}`"
+    command = shell_command(command_words("train", evidence.ran.recipe, evidence.ran.overrides))
     return [f"{file.stem}: {packages}", "", "```bash", command, "```", ""]
 
 
@@ -109,14 +105,14 @@ def plot_file(file: Path) -> Path:
     return file.with_suffix(".svg")
 
 
-def draw(found: Evidence) -> str:
+def draw(evidence: Evidence) -> str:
     """The loss per step, and its mean if there are many steps, as a self-contained SVG."""
-    points: list[Point] = list(zip(map(float, found.results.steps), found.results.losses, strict=True))
+    points: list[Point] = list(zip(map(float, evidence.results.steps), evidence.results.losses, strict=True))
     lines = [Line(name="loss", points=points)]
     if len(points) >= SMOOTH_FROM:
         smoothed, _ = smooth(points)
         lines = [Line(name="each step", points=points, stroke="faint"), Line(name="mean", points=smoothed)]
-    ceiling = outlier_ceiling(found.results.losses)
+    ceiling = outlier_ceiling(evidence.results.losses)
     text = str(Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling).draw(720, 280))
     text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
     opening, rest = text.split(">", 1)
@@ -143,13 +139,13 @@ def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
 
     A score counts if its model was trained on real data. The best is the highest of the strongest kind.
     """
-    counts = Counter(found.kind for found in evidence)
+    counts = Counter(entry.kind for entry in evidence)
     numbers = ", ".join(f"{counts[kind]} {kind.removesuffix(' evidence')}" for kind in Kind if counts[kind])
     scores = [
-        (-list(Kind).index(found.kind), score.value, task)
-        for found in evidence
-        if found.kind is not Kind.machinery
-        for task, score in list(found.results.scores.items())[:1]  # the first is the recipe's main task
+        (-list(Kind).index(entry.kind), score.value, task)
+        for entry in evidence
+        if entry.kind is not Kind.machinery
+        for task, score in list(entry.results.scores.items())[:1]  # the first is the recipe's main task
     ]
     best = max(scores, default=None)
     return f"[{numbers}](recipes/{recipe}/README.md#evidence) | {f'{best[2]} {best[1]:.3f}' if best else '-'}"

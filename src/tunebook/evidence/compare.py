@@ -1,7 +1,8 @@
-"""One comparison of two runs' results, for `tunebook verify`, `reproduce` and `diff`: numbers, tolerances, verdicts."""
+"""The comparison of two runs, for `tunebook verify`, `reproduce` and `diff`: settings, numbers and their tolerances."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -12,20 +13,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.errors import DifferenceError, first_few
-from tunebook.evidence.differences import (
-    hardware_differences,
-    named,
-    package_differences,
-    split_differences,
-)
+from tunebook.config.identity import changed_settings, flat_differences
+from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.evidence.gather import RunFacts, training_overrides
-from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Results, Software, Target, Tolerance
+from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, compute_tolerances, loss_difference, relative, score_key
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
+
+Difference = tuple[str, Any, Any]  # the key, the value of the first (recorded) and that of the other run
+
+# How a step is split over GPUs and memory, and which kernels compute it. Tests prove that the loss does not depend on
+# them.
+_SPLITS = (
+    "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
+    "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
+)  # fmt: skip
+_PLANNED_BY = ("dataset.mean_tokens", "dataset.num_documents")  # stated sizes, which only a plan reads
+# Paths whose content is compared instead, if its hash is known of both runs.
+_PLACES = {
+    "data_sha256": re.compile(r"dataset\.(path|validation_path|parts\.[^.]+\.path)"),
+    "tokenizer_sha256": re.compile(r"model\.tokenizer"),
+    "chat_template_sha256": re.compile(r"model\.chat_template"),
+    "weights_fingerprint": re.compile(r"model\.path"),
+}
+_NUM_NAMED = 4  # differing keys that a message lists
 
 
 class Verdict(Enum):
@@ -62,13 +76,9 @@ class Claim:
 
     name: str
     what: str  # the recipe, weights, data, layers and steps
-    results: Results
+    recorded: Evidence | RunFacts
     validation_loss: float | None = None  # the best; unknown of evidence
-    hardware: Hardware
-    inputs: Inputs
-    software: Software
     tolerances: dict[str, Tolerance]
-    elsewhere: dict[str, Tolerance] | None = None  # on another processor; None if the same tolerances hold there
     target: Target | None = None
     repeats: Sequence[Repeat] = ()  # empty for another run
     num_resumed: int = 0  # number of times the other run resumed
@@ -113,21 +123,17 @@ class Comparison:
         return table
 
 
-def claim_of_evidence(file: Path, found: Evidence) -> Claim:
+def claim_of_evidence(file: Path, evidence: Evidence) -> Claim:
     """Recorded evidence as the reference of a comparison."""
-    ran = found.ran
+    ran = evidence.ran
     what = f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
     return Claim(
         name=file.name,
-        what=f"{found.kind}, recorded on {found.recorded}: {what}",
-        results=found.results,
-        hardware=found.hardware,
-        inputs=found.inputs,
-        software=found.software,
-        tolerances=found.tolerances,
-        elsewhere=found.tolerances_elsewhere,
-        target=found.target,
-        repeats=found.repeats,
+        what=f"{evidence.kind}, recorded on {evidence.recorded}: {what}",
+        recorded=evidence,
+        tolerances=evidence.tolerances,
+        target=evidence.target,
+        repeats=evidence.repeats,
     )
 
 
@@ -136,11 +142,8 @@ def claim_of_run(run: RunFacts) -> Claim:
     return Claim(
         name=run.record.name,
         what=" ".join([run.config.recipe or WITHOUT_RECIPE, *training_overrides(run.manifest)]),
-        results=run.results,
+        recorded=run,
         validation_loss=run.validation_loss,
-        hardware=run.hardware,
-        inputs=run.inputs,
-        software=run.software,
         tolerances=compute_tolerances([run.results], run.config),
         num_resumed=run.num_resumed,
     )
@@ -151,25 +154,22 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
 
     Losses and scores are judged on any machine; speed and memory on the same GPUs with the same split of a step.
     """
-    expected, found, limits = claim.results, run.results, claim.tolerances
-    packages = package_differences(claim.software, run.software)
+    recorded, expected, measured, limits = claim.recorded, claim.recorded.results, run.results, claim.tolerances
+    packages = flat_differences(recorded.software.packages, run.software.packages, "packages")
     differing = [
-        *hardware_differences(claim.hardware, run.hardware), *split_differences(claim.inputs, run.inputs)
+        *hardware_differences(recorded.hardware, run.hardware), *split_differences(recorded.inputs, run.inputs)
     ]  # fmt: skip
-    of_results = limits
-    if claim.elsewhere is not None and (differing or packages):
-        of_results = claim.elsewhere
     why_shown = named(differing[:1]) or ("on a CPU" if run.hardware.gpu is None else "")
-    speeds = (expected.tokens_per_second_per_gpu, found.tokens_per_second_per_gpu)
+    speeds = (expected.tokens_per_second_per_gpu, measured.tokens_per_second_per_gpu)
     rows = [
-        _loss_row(claim, run, of_results[LOSS]),
-        _row("validation loss", claim.validation_loss, run.validation_loss, of_results[LOSS]),
+        _loss_row(claim, run, limits[LOSS]),
+        _row("validation loss", claim.validation_loss, run.validation_loss, limits[LOSS]),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown),
-        _row("memory GiB", expected.memory_gib, found.memory_gib, limits.get(MEMORY), why_shown),
+        _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), why_shown),
     ]
     for task, score in expected.scores.items():
-        other = found.scores[task].value if task in found.scores else None
-        rows.append(_row(task, score.value, other, of_results.get(score_key(task))))
+        other = measured.scores[task].value if task in measured.scores else None
+        rows.append(_row(task, score.value, other, limits.get(score_key(task))))
     rows = [row for row in rows if row.expected is not None]
     if claim.target is not None:
         rows.append(_target_row(claim.target, run.record, claim.repeats))
@@ -180,29 +180,31 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
 
 def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
     """Compare the losses at the steps that both logged. A run loses at most one logged step where it was killed."""
-    expected, found = (dict(zip(one.steps, one.losses, strict=True)) for one in (claim.results, run.results))
-    shared, lost = sorted(expected.keys() & found.keys()), sorted(expected.keys() ^ found.keys())
-    last = {"expected": claim.results.losses[-1], "found": run.results.losses[-1], "tolerance": allowed.value}
+    expected, measured = (
+        dict(zip(part.results.steps, part.results.losses, strict=True)) for part in (claim.recorded, run)
+    )
+    shared, lost = sorted(expected.keys() & measured.keys()), sorted(expected.keys() ^ measured.keys())
+    last = {"expected": claim.recorded.results.losses[-1], "found": run.results.losses[-1], "tolerance": allowed.value}
     why = f"steps that only one run logged: {first_few(list(map(str, lost)), 4)}; " if lost else ""
     if not shared or len(lost) > claim.num_resumed + run.num_resumed:
         return Row(name="loss", **last, verdict=Verdict.different, why=why.removesuffix("; "))
-    first = next((step for step in shared if expected[step] != found[step]), None)
+    first = next((step for step in shared if expected[step] != measured[step]), None)
     why += f"equal to the last bit; {allowed.how}" if first is None else f"differs from step {first}; {allowed.how}"
-    difference = loss_difference([found[step] for step in shared], [expected[step] for step in shared])
+    difference = loss_difference([measured[step] for step in shared], [expected[step] for step in shared])
     verdict = Verdict.same if difference <= allowed.value else Verdict.different
     return Row(name="loss", **last, difference=difference, verdict=verdict, why=why)
 
 
 def _row(
-    name: str, expected: float | None, found: float | None, tolerance: Tolerance | None, why_shown: str = ""
+    name: str, expected: float | None, measured: float | None, tolerance: Tolerance | None, why_shown: str = ""
 ) -> Row:
     """Judge a number, unless there is a reason not to, or the recorded runs support no tolerance."""
-    if expected is None or found is None:
+    if expected is None or measured is None:
         verdict = Verdict.shown if why_shown else Verdict.different
         return Row(name=name, expected=expected, verdict=verdict, why="the run has none")
     is_relative = tolerance is None or tolerance.kind == "relative"
-    difference = relative(found, expected) if is_relative else abs(found - expected)
-    numbers = {"expected": expected, "found": found, "difference": difference}
+    difference = relative(measured, expected) if is_relative else abs(measured - expected)
+    numbers = {"expected": expected, "found": measured, "difference": difference}
     if why_shown or tolerance is None:
         return Row(name=name, **numbers, verdict=Verdict.shown, why=why_shown or "the recorded runs differ too much")
     verdict = Verdict.same if difference <= tolerance.value else Verdict.different
@@ -211,16 +213,16 @@ def _row(
 
 def _target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> Row:
     """Judge a run by a target; `repeats` are the recorded runs, without steps if their target was another."""
-    found = progress_of(target, record)
+    progress = progress_of(target, record)
     verdict, why = Verdict.missed, "the best value is shown"
-    if found.steps is not None:
-        verdict, why = Verdict.reached, reached_text([found.steps], [found.seconds])
-    elif found.best is None:
+    if progress.steps is not None:
+        verdict, why = Verdict.reached, reached_text([progress.steps], [progress.seconds])
+    elif progress.best is None:
         why = "the run does not measure it"
     if any(repeat.steps_to_target is not None for repeat in repeats):
         why += f"; recorded: {recorded_text(repeats)}"
     name = f"target: {describe_target(target)}"
-    return Row(name=name, expected=target.value, found=found.best, verdict=verdict, why=why)
+    return Row(name=name, expected=target.value, found=progress.best, verdict=verdict, why=why)
 
 
 def _number(value: float | None) -> str:
@@ -229,3 +231,48 @@ def _number(value: float | None) -> str:
 
 def _small(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
+
+
+def named(differing: list[Difference]) -> str:
+    """The first few differing keys with both values, and the number of the others."""
+    texts = [f"{key} is {value}, recorded with {recorded}" for key, recorded, value in differing]
+    return first_few(texts, _NUM_NAMED, "; ")
+
+
+def config_differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[Difference]:
+    """The differences of two comparable configurations, except how a step is split and what only a plan reads."""
+    differing = changed_settings(recorded, present)
+    return [difference for difference in differing if not difference[0].startswith((*_SPLITS, *_PLANNED_BY))]
+
+
+def input_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
+    """The differences of two runs' configurations, models and data.
+
+    Data is equal if its tokens and labels are, however it was prepared. Weights from a folder are compared only if both
+    fingerprints are known: older evidence has none.
+    """
+    settings = config_differences(recorded.config, present.config)
+    first, second = (inputs.model_dump(exclude={"config", "data_fingerprint"}) for inputs in (recorded, present))
+    if None in (first["weights_fingerprint"], second["weights_fingerprint"]):
+        del first["weights_fingerprint"], second["weights_fingerprint"]
+    hashed = {place for name, place in _PLACES.items() if None not in (first.get(name), second.get(name))}
+    changed = [difference for difference in settings if not any(place.fullmatch(difference[0]) for place in hashed)]
+    return [*changed, *flat_differences(first, second)]
+
+
+def require_same_inputs(recorded: Inputs, present: Inputs, message: str) -> None:
+    """Raises: RequestError with the message and what differs, if something does."""
+    if differing := input_differences(recorded, present):
+        raise RequestError(f"{message}: {named(differing)}", problem_id="evidence-of-other-config")
+
+
+def split_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
+    """The differences in how a step was split and computed. They change speed and memory but not the loss."""
+    differing = changed_settings(recorded.config, present.config)
+    return [difference for difference in differing if difference[0].startswith(_SPLITS[:-1])]  # not the evaluation's
+
+
+def hardware_differences(recorded: Hardware, present: Hardware) -> list[Difference]:
+    """The differences that change speed and memory."""
+    keys = {"gpu", "gpus", "nodes"}
+    return flat_differences(recorded.model_dump(include=keys), present.model_dump(include=keys), "hardware")

@@ -12,16 +12,16 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tunebook.config.book import book_root
-from tunebook.config.choices import Source, Weights
+from tunebook.config.choices import Generation, Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import comparable_config, config_hash
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
-from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results, RunDescription, Score, Software
+from tunebook.evidence.schema import Hardware, Inputs, Lock, Results, RunDescription, Score, Software
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
-from tunebook.record.manifest import MANIFEST_FILE, RunState, changed_files, check_manifest
+from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.page.overview import summarize
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord, read_run
@@ -69,7 +69,8 @@ class RunFacts:
 
     def description(self, recipes_dirs: list[Path]) -> RunDescription:
         """Return the first section of the file: what was run."""
-        config, overrides = self.config, claim_overrides(self.manifest)
+        config, overrides = self.config, training_overrides(self.manifest)
+        overrides = [override for override in overrides if not override.startswith(_CLUSTER_PREFIX)]
         return RunDescription(
             recipe=config.recipe or WITHOUT_RECIPE,
             title=config.title,
@@ -83,20 +84,19 @@ class RunFacts:
     @cached_property
     def hardware(self) -> Hardware:
         """The machine, as it was detected at the start of the run."""
-        found: dict[str, Any] = self.manifest["hardware"]
-        processor = self.manifest.get("processor")
-        gpus = [] if processor is not None else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
+        machine: dict[str, Any] = self.manifest["hardware"]
+        is_on_cpu = self.config.hardware.generation is Generation.cpu
+        gpus = [] if is_on_cpu else machine["gpus"]  # a run on a CPU leaves the machine's GPUs idle
         names = sorted({gpu["name"] for gpu in gpus})
         return Hardware(
             generation=self.config.hardware.generation.name,
             gpu=", ".join(names) or None,
             gpus=world_size(self.config),
             nodes=self.config.hardware.num_nodes,
-            memory_gib=gpus[0]["memory_gib"] if gpus else found["memory_gib"],
-            driver=found["driver"],
-            nccl=found["nccl"],
-            cpus=found["cpus"],
-            processor=processor,
+            memory_gib=gpus[0]["memory_gib"] if gpus else machine["memory_gib"],
+            driver=machine["driver"],
+            nccl=machine["nccl"],
+            cpus=machine["cpus"],
         )
 
     @cached_property
@@ -132,16 +132,31 @@ class RunFacts:
     @cached_property
     def results(self) -> Results:
         """The measured numbers. Raises: RequestError if there is no finite loss."""
-        return gather_results(self.record)
+        record, summary, plan = self.record, summarize(self.record), self.record.plan
+        losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
+        if not losses:
+            raise RequestError(
+                f"{record.folder} has logged no finite loss at a multiple of training.log_every_steps="
+                f"{record.log_every_steps}, so there is nothing to compare; name another run",
+                problem_id="run-not-finished",
+            )
+        # A measurement says nothing about the error of estimates. The peak that is measured is that of tensors.
+        is_estimate = self.hardware.gpu is not None and plan.get("memory_source") != "measured"
+        tasks: dict[str, Any] = record.after.get("tasks", {})
+        return Results(
+            steps=[step for step, _ in losses],
+            losses=[loss for _, loss in losses],
+            tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
+            memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
+            planned_memory_gib=(plan.get("memory_gib") or {}).get("allocated") if is_estimate else None,
+            scores={name: _score(record, name, task) for name, task in tasks.items()},
+        )
 
 
 def read_facts(folder: Path) -> RunFacts:
     """Read a run, finished or not. Raises: RequestError if it has no configuration, DataError for a damaged file."""
     record = read_run(folder)
-    config = load_config(record.folder / RUN_FILE)
-    check_manifest(record.manifest or {}, record.folder / MANIFEST_FILE)
-    assert record.manifest is not None
-    return RunFacts(record=record, config=config, manifest=record.manifest)
+    return RunFacts(record=record, config=load_config(record.folder / RUN_FILE), manifest=read_manifest(record.folder))
 
 
 def read_finished(folder: Path) -> RunFacts:
@@ -155,7 +170,7 @@ def read_finished(folder: Path) -> RunFacts:
             "command that started it, without training.resume=never",
             problem_id="run-not-finished",
         )
-    changed = changed_files(run.record.folder, run.manifest)
+    changed = run.record.changed_files
     if config_hash(run.config) != run.manifest["config_sha256"]:
         changed.append(RUN_FILE)
     if changed:
@@ -165,11 +180,6 @@ def read_finished(folder: Path) -> RunFacts:
             problem_id="run-changed",
         )
     return run
-
-
-def claim_overrides(manifest: dict[str, Any]) -> list[str]:
-    """The overrides that belong to the claim, with the launcher's name but without its settings."""
-    return [word for word in training_overrides(manifest) if not word.startswith(_CLUSTER_PREFIX)]
 
 
 def training_overrides(manifest: dict[str, Any]) -> list[str]:
@@ -194,57 +204,25 @@ def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -
 
 def _lock_of(environment: dict[str, Any]) -> Lock | None:
     """The lock that a run was compared with; None if it was not."""
-    found = environment["lock"]
-    if found["differences"] is None and environment["lock_sha256"] is None:
+    recorded = environment["lock"]
+    if recorded["differences"] is None and environment["lock_sha256"] is None:
         return None
-    differences = found["differences"] or {}  # None for an image that lists no packages: its build found no differences
-    important = {name: one for name, one in differences.items() if matters(name)}
+    differences = recorded["differences"] or {}  # None for an image without a list: its build found no differences
+    important = {name: difference for name, difference in differences.items() if matters(name)}
     return Lock(
-        name=found["name"], sha256=found["sha256"], differences=important,
+        name=recorded["name"], sha256=recorded["sha256"], differences=important,
         num_other_differences=len(differences) - len(important),
     )  # fmt: skip
 
 
-def gather_results(record: RunRecord) -> Results:
-    """The measured numbers. Raises: RequestError if there is no finite loss."""
-    losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
-    if not losses:
-        raise RequestError(
-            f"{record.folder} has logged no finite loss at a multiple of training.log_every_steps="
-            f"{record.log_every_steps}, so there is nothing to compare; name another run",
-            problem_id="run-not-finished",
-        )
-    summary = summarize(record)
-    tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
-    plan = record.plan or {}
-    is_estimate = plan.get("memory_source") != "measured"  # a measurement says nothing about the error of estimates
-    planned = (plan.get("memory_gib") or {}).get("allocated") if is_estimate else None  # of tensors, as measured
-    return Results(
-        steps=[step for step, _ in losses],
-        losses=[loss for _, loss in losses],
-        tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
-        memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
-        planned_memory_gib=planned if record.manifest and record.manifest["hardware"]["gpus"] else None,
-        scores={name: _score(record, name, task) for name, task in tasks.items()},
-    )
-
-
 def _score(record: RunRecord, name: str, task: Mapping[str, Any]) -> Score:
-    return Score(
-        metric=task["metric"],
-        value=task["value"],
-        stderr=task["stderr"],
-        num_items=task["num_items"],
-        contamination=_clean_score(contamination_of(record.after).get(name)),
-    )
-
-
-def _clean_score(found: Mapping[str, Any] | None) -> CleanScore | None:
-    if found is None:
-        return None
-    clean = found["scores"].get("clean") or {}
-    counts = {key: found[key] for key in ("num_items", "num_clean", *(f"num_{kind}" for kind in KINDS))}
-    return CleanScore(**counts, value=clean.get("value"), stderr=clean.get("stderr"))
+    counts, contamination = contamination_of(record.after).get(name), None
+    if counts is not None:
+        clean = counts["scores"].get("clean") or {}
+        kinds = {key: counts[key] for key in ("num_items", *(f"num_{kind}" for kind in (*KINDS, "clean")))}
+        contamination = kinds | {"value": clean.get("value"), "stderr": clean.get("stderr")}
+    keys = ("metric", "value", "stderr", "num_items")
+    return Score(**{key: task[key] for key in keys}, contamination=contamination)
 
 
 def _rounded(value: float | None) -> float | None:

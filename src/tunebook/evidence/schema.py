@@ -1,4 +1,4 @@
-"""The content of an evidence file: one type per section, which also validates it.
+"""Evidence files: their content, one type per section that also validates it, their paths, reading and writing.
 
 The files are `recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Unknown keys, missing keys and numbers that are
 not finite are refused when a file is written and when it is read. Keys with a default are missing in older files.
@@ -6,15 +6,21 @@ not finite are refused when a file is written and when it is read. Keys with a d
 
 from __future__ import annotations
 
+import json
+import re
 from enum import StrEnum
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tunebook.config.book import recipe_file
+from tunebook.errors import DataError, RequestError
+from tunebook.files import atomic_write_text, read_json, sha256_text
 from tunebook.record.locks import describe_differences
-from tunebook.record.manifest_schema import PackageDifference, Processor
 
 _NOT_COMPARED = "packages not compared with a lock"
+_NUMBERS = re.compile(r"\[\s*-?\d[^\[\]\"{}]*\]")  # a curve has hundreds of numbers: one line keeps diffs readable
 FORMAT = 1  # increment it when a key changes its meaning or is removed
 
 
@@ -55,7 +61,6 @@ class Hardware(Section):
     driver: str | None
     nccl: str | None
     cpus: int = Field(ge=1)  # of the machine that started it
-    processor: Processor | None = None  # of a run on a CPU
 
 
 class Inputs(Section):
@@ -70,6 +75,13 @@ class Inputs(Section):
     chat_template_sha256: str | None
     data_sha256: str | None  # of the prepared tokens and labels
     data_fingerprint: str | None = None  # of what the data was prepared from: sources, code, libraries; not judged
+
+
+class PackageDifference(Section):
+    """A package whose installed version differs from the lock's; null if it is missing on that side."""
+
+    installed: str | None
+    locked: str | None
 
 
 class Lock(Section):
@@ -104,18 +116,6 @@ class Software(Section):
         return ", ".join(parts) or None
 
 
-class CleanScore(Section):
-    """A task's items by how much of them is in the training documents, and the score on those that are not."""
-
-    num_items: int
-    num_exact: int  # items whose whole question is in a training document
-    num_overlapping: int  # items that share 13 consecutive words with one
-    num_shared_passage: int  # items that share only the passage that they are about
-    num_clean: int
-    value: float | None  # the score on clean items; None where all are clean, or none is
-    stderr: float | None
-
-
 class Score(Section):
     """One task of the evaluation after the training."""
 
@@ -123,7 +123,7 @@ class Score(Section):
     value: float
     stderr: float | None
     num_items: int
-    contamination: CleanScore | None = None  # None where it was not looked for
+    contamination: dict[str, int | float | None] | None = None  # counts of items, and the score on the clean ones
 
 
 class Results(Section):
@@ -162,7 +162,6 @@ class Repeat(Section):
     started: str
     final_loss: float
     tokens_per_second_per_gpu: float | None
-    processor: Processor | None = None  # of a run on a CPU, if it differs from hardware.processor
     steps_to_target: int | None = Field(default=None, ge=0)  # optimizer steps; None without a target
     time_to_target_s: float | None = Field(default=None, ge=0)  # of optimizer steps with their data loading
 
@@ -179,24 +178,9 @@ class Evidence(Section):
     results: Results
     target: Target | None = None  # None if none was stated
     tolerances: dict[str, Tolerance]  # by number: loss, speed, memory, score:<task>
-    tolerances_elsewhere: dict[str, Tolerance] | None = None  # of a CPU's loss and scores on another processor
     inputs: Inputs
     software: Software
     content_sha256: str  # of all other keys, as canonical JSON
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        """One loss per step, tolerances for the loss, a target that every run reached."""
-        num_steps, num_losses = len(self.results.steps), len(self.results.losses)
-        if num_steps != num_losses:
-            raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")
-        if "loss" not in self.tolerances:
-            raise ValueError("tolerances.loss is missing")
-        if self.tolerances_elsewhere is not None and "loss" not in self.tolerances_elsewhere:
-            raise ValueError("tolerances_elsewhere.loss is missing")
-        if self.target is not None and any(repeat.steps_to_target is None for repeat in self.repeats):
-            raise ValueError("target is set, and a repeat has no steps_to_target")
-        return self
 
     @property
     def kind(self) -> Kind:
@@ -213,3 +197,60 @@ class Evidence(Section):
         if ran.weights == "pretrained":
             return Kind.real
         return Kind.from_scratch if self.results.scores else Kind.machinery
+
+
+def evidence_folder(recipe: str, recipes_dirs: list[Path]) -> Path:
+    """The folder of a recipe's evidence. Raises: RequestError for an unknown recipe."""
+    return recipe_file(recipe, recipes_dirs).parent / recipe / "evidence"
+
+
+def evidence_files(recipe: str, recipes_dirs: list[Path]) -> list[Path]:
+    """All of a recipe's evidence, by name."""
+    return sorted(evidence_folder(recipe, recipes_dirs).glob("*.json"))
+
+
+def read_evidence(file: Path) -> Evidence:
+    """Read one file. Raises: DataError if it is missing, of another form or format, or was edited."""
+    if not file.is_file():
+        raise DataError(f"{file} does not exist; tunebook list shows what is recorded", problem_id="evidence-broken")
+    content, why = read_json(file), None
+    try:
+        evidence = Evidence.model_validate(content)
+        if evidence.content_sha256 != content_hash(content):
+            why = "it was changed after it was written: its hash does not match its content"
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    if why is not None:
+        raise DataError(
+            f"{file}: {why}; restore the file from git, or remove it and record two runs again with: "
+            "tunebook verify RUN RUN --record --label NAME",
+            problem_id="evidence-broken",
+        )
+    return evidence
+
+
+def write_evidence(evidence: Evidence, folder: Path) -> Path:
+    """Write new evidence into the folder, with its hash. Raises: RequestError if its file exists."""
+    hardware = evidence.hardware
+    file = folder / f"{hardware.generation}-{hardware.gpus}-{evidence.label}.json"
+    if file.exists():
+        raise RequestError(
+            f"{file} exists; remove it if this replaces it, or choose another --label", problem_id="evidence-exists"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    content = evidence.model_dump(mode="json")
+    content["content_sha256"] = content_hash(content)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write_text(file, _NUMBERS.sub(_on_one_line, text) + "\n")
+    return file
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")
+
+
+def content_hash(content: dict[str, Any]) -> str:
+    """The SHA-256 of everything but the hash itself."""
+    rest = {key: value for key, value in content.items() if key != "content_sha256"}
+    return sha256_text(json.dumps(rest, sort_keys=True, ensure_ascii=False, allow_nan=False))

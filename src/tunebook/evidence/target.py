@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.errors import RequestError
 from tunebook.evidence.schema import Repeat, Target
 from tunebook.evidence.tolerances import split_windows
 from tunebook.record.run_record import RunRecord
@@ -43,11 +43,11 @@ class Progress:
 
 def parse_target(text: str) -> Target:
     """Parse `METRIC<=VALUE`, `TASK:METRIC>=VALUE`, each with an optional `@STEPS`. Raises: RequestError."""
-    found = _TEXT.fullmatch(text.replace(" ", ""))
-    is_loss = found is not None and found["task"] is None
-    if found is not None and (not is_loss or (found["metric"] in (LOSS, VALIDATION_LOSS) and found["sign"] == "<=")):
-        direction = "at_most" if found["sign"] == "<=" else "at_least"
-        parts = {key: found[key] for key in ("task", "metric", "value", "max_steps")}
+    match = _TEXT.fullmatch(text.replace(" ", ""))
+    is_loss = match is not None and match["task"] is None
+    if match is not None and (not is_loss or (match["metric"] in (LOSS, VALIDATION_LOSS) and match["sign"] == "<=")):
+        direction = "at_most" if match["sign"] == "<=" else "at_least"
+        parts = {key: match[key] for key in ("task", "metric", "value", "max_steps")}
         try:
             return Target.model_validate(parts | {"direction": direction})
         except ValidationError:
@@ -63,16 +63,6 @@ def describe_target(target: Target) -> str:
     """Such as `boolq:acc >= 0.7 within 200 steps`."""
     within = f" within {target.max_steps:,} steps" if target.max_steps is not None else ""
     return f"{_name(target)} {_SIGNS[target.direction]} {target.value:g}{within}"
-
-
-def require_measured(target: Target, record: RunRecord) -> None:
-    """Raises: RequestError if the run does not measure the target's metric, with those that it does."""
-    known = _measured(record)
-    if (name := _name(target)) not in known:
-        raise RequestError(
-            f"--target: {record.name} does not measure {name}, but {', '.join(known)}.{did_you_mean(name, known)}",
-            problem_id="evidence-target",
-        )
 
 
 def progress_of(target: Target, record: RunRecord) -> Progress:
@@ -96,15 +86,15 @@ def _name(target: Target) -> str:
 def _measured(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     """(step, value) in order of every metric that a run measured, by the name that a target has."""
     losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
-    found = {LOSS: [(window[-1][0], fmean(loss for _, loss in window)) for window in split_windows(losses)]}
+    metrics = {LOSS: [(window[-1][0], fmean(loss for _, loss in window)) for window in split_windows(losses)]}
     if record.validation:
         validation = [(line["step"], line["validation_loss"]) for line in record.validation]
-        found[VALIDATION_LOSS] = [(step, loss) for step, loss in validation if loss is not None]
-    tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
+        metrics[VALIDATION_LOSS] = [(step, loss) for step, loss in validation if loss is not None]
+    tasks: dict[str, Any] = record.after.get("tasks", {})
     for name, task in tasks.items():
         if task["value"] is not None:
-            found[f"{name}:{task['metric']}"] = [(int(record.training[-1]["step"]), task["value"])]
-    return found
+            metrics[f"{name}:{task['metric']}"] = [(int(record.training[-1]["step"]), task["value"])]
+    return metrics
 
 
 def _training_seconds(record: RunRecord, step: int) -> float:
@@ -114,10 +104,9 @@ def _training_seconds(record: RunRecord, step: int) -> float:
 
 
 def recorded_text(repeats: Sequence[Repeat]) -> str:
-    """When the recorded runs reached their target; on a CPU those with the first one's processor and threads."""
-    alike = [repeat for repeat in repeats if repeat.processor is None]
-    steps = [repeat.steps_to_target for repeat in alike if repeat.steps_to_target is not None]
-    return reached_text(steps, [repeat.time_to_target_s for repeat in alike])
+    """When the recorded runs reached their target."""
+    steps = [repeat.steps_to_target for repeat in repeats if repeat.steps_to_target is not None]
+    return reached_text(steps, [repeat.time_to_target_s for repeat in repeats])
 
 
 def reached_text(steps: Sequence[int], seconds: Sequence[float | None]) -> str:

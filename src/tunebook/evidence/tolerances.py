@@ -3,9 +3,8 @@
 A tolerance is three times the largest difference between the repeated runs, since two or three runs do not show the
 whole spread. It is at least a floor, since two runs may agree by chance. Each tolerance records how it was computed.
 
-On a CPU two sets are recorded. The same processor with the same threads and packages computes the same bits, so there
-the loss may hardly differ. Another one adds in another order: a step's loss then differs in the seventh digit, and
-hundreds of steps later by several percent. Runs with other threads or instructions show by how much.
+On a CPU another processor adds in another order: a step's loss then differs in the seventh digit, and hundreds of steps
+later by several percent. Repeated runs with other threads or instructions show by how much.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from tunebook.evidence.schema import Results, Tolerance
 
 FACTOR = 3.0
 NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps, single losses of equal runs differ, their means hardly do
-SAME_PROCESSOR_FLOOR = 1e-6  # of the loss on a CPU: equal runs were equal in every bit
 _SPEED_FLOOR = 0.05  # another job on the machine, a warmer GPU
 _MEMORY_FLOOR = 0.02  # rounding of the allocator, another choice of kernels
 _MAY_SPREAD = 0.1  # of speed or memory: a larger spread shows the machine's other load and supports no tolerance
@@ -56,31 +54,28 @@ def split_windows(values: Sequence[Value]) -> list[Sequence[Value]]:
     return [values[first:end] for first, end in pairwise(edges)]
 
 
-def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def loss_difference(measured: Sequence[float], expected: Sequence[float]) -> float:
     """The largest difference of two curves' windows, relative to the larger of the window's and the curve's mean.
 
     Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
     """
-    windows = zip(split_windows(found), split_windows(expected), strict=True)
-    pairs, overall = [(fmean(mine), fmean(theirs)) for mine, theirs in windows], fmean(expected)
-    return max(abs(mine - theirs) / max(theirs, overall) if mine != theirs else 0.0 for mine, theirs in pairs)
+    windows = zip(split_windows(measured), split_windows(expected), strict=True)
+    pairs, overall = [(fmean(loss), fmean(reference)) for loss, reference in windows], fmean(expected)
+    return max(
+        abs(loss - reference) / max(reference, overall) if loss != reference else 0.0 for loss, reference in pairs
+    )
 
 
-def relative(found: float, expected: float) -> float:
+def relative(measured: float, expected: float) -> float:
     """The difference relative to the expected value; huge if that is zero."""
-    return abs(found - expected) / max(abs(expected), 1e-12)
+    return abs(measured - expected) / max(abs(expected), 1e-12)
 
 
-def compute_tolerances(
-    runs: Sequence[Results], config: RunConfig, loss_floor: float | None = None
-) -> dict[str, Tolerance]:
-    """Compute the tolerances from repeated runs; from a single run, the floors.
-
-    `loss_floor`: that of the configuration if None.
-    """
-    floor = tolerance_of(config) if loss_floor is None else loss_floor
+def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
+    """Compute the tolerances from repeated runs; from a single run, the floors."""
     losses = [loss_difference(one.losses, other.losses) for one, other in combinations(runs, 2)]
-    tolerances = {LOSS: _tolerance(losses, floor, f"means of {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps")}
+    what = f"means of {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps"
+    tolerances = {LOSS: _tolerance(losses, tolerance_of(config), what)}
     for task, score in runs[0].scores.items():
         reached = [results.scores[task].value for results in runs if task in results.scores]
         spreads = [abs(one - other) for one, other in combinations(reached, 2)]

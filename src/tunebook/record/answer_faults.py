@@ -6,7 +6,6 @@ has nearly as many tokens as the limit of new tokens allows: special tokens are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ FAULTS = {
     "looping": "repeat themselves to the end",
     "endless": "reached the limit of new tokens",
 }
-WARNING_MARGIN = 0.05  # by which the share after training is above the share before, and by two standard errors
+WARNING_MARGIN = 0.05  # by which the share after training is above the share before
 _REPEATS, _SHORTEST_LOOP = 4, 64  # times, characters
 _NEARLY = 0.9  # of the limit of new tokens
 _SEARCHED = 4000  # last characters of an answer
@@ -27,12 +26,12 @@ _Record = Mapping[str, Any]  # of an evaluation
 
 def find_faults(text: str, *, is_cut: bool) -> set[str]:
     """Return the faults of one answer. `is_cut`: it reached the limit of new tokens."""
-    found = {
+    faults = {
         "empty": not REASONING_ENDS.split(text)[-1].strip(),
         "looping": _is_looping(text.rstrip()[-_SEARCHED:]),
         "endless": is_cut,
     }
-    return {fault for fault, is_found in found.items() if is_found}
+    return {fault for fault, is_present in faults.items() if is_present}
 
 
 def _is_looping(tail: str) -> bool:
@@ -49,8 +48,8 @@ def count_faults(answers: Mapping[str, Iterable[Any]], count_tokens: Callable[[s
     `answers` are `evaluate.results.Answer`.
     """
     counted: dict[str, dict[str, Any]] = {}
-    for task, found in answers.items():
-        for answer in found:
+    for task, task_answers in answers.items():
+        for answer in task_answers:
             for text in answer.responses if answer.max_new_tokens is not None else ():
                 counts = counted.setdefault(task, {"num_answers": 0, **dict.fromkeys(FAULTS, 0), "examples": {}})
                 counts["num_answers"] += 1
@@ -70,10 +69,13 @@ def fault_rows(before: _Record | None, after: _Record | None) -> list[dict[str, 
         for fault, meaning in FAULTS.items():
             examples = {when: counts["examples"][fault]["end"] for when, counts in pair.items() if counts[fault]}
             if examples:
-                when, example = next(iter(examples.items()))
-                row = {"task": task, "fault": meaning, "example": example, "example_when": when}
-                row |= {when: _text(pair[when], fault) if when in pair else None for when in ("before", "after")}
-                rows.append(row | {"is_warning": len(pair) == 2 and _is_more(fault, pair["before"], pair["after"])})
+                shares = {when: counts[fault] / counts["num_answers"] for when, counts in pair.items()}
+                row: dict[str, Any] = {"task": task, "fault": meaning, "before": None, "after": None}
+                row["example_when"], row["example"] = next(iter(examples.items()))
+                for when, counts in pair.items():
+                    row[when] = f"{shares[when]:.1%} ({counts[fault]:,} of {counts['num_answers']:,})"
+                row["is_warning"] = len(pair) == 2 and shares["after"] - shares["before"] > WARNING_MARGIN
+                rows.append(row)
     return rows
 
 
@@ -84,14 +86,3 @@ def fault_warnings(before: _Record | None, after: _Record | None) -> list[str]:
         for row in fault_rows(before, after)
         if row["is_warning"]
     ]
-
-
-def _is_more(fault: str, *pair: _Record) -> bool:
-    """Whether the share of a fault is above that before training by the margin, and by more than chance."""
-    shares = [found[fault] / found["num_answers"] for found in pair]
-    variance = sum(share * (1 - share) / found["num_answers"] for share, found in zip(shares, pair, strict=True))
-    return bool(shares[1] - shares[0] > max(WARNING_MARGIN, 2 * math.sqrt(variance)))
-
-
-def _text(found: _Record, fault: str) -> str:
-    return f"{found[fault] / found['num_answers']:.1%} ({found[fault]:,} of {found['num_answers']:,})"

@@ -13,7 +13,7 @@ from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, counted
 from tunebook.files import read_json
-from tunebook.record.differences import is_share, score_in_words
+from tunebook.record.scores import score_text, unit_of
 
 CONTAMINATION_FILE = "contamination.json"
 CHECK = "contamination"  # names the check among a run's evaluations
@@ -83,9 +83,9 @@ def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
     lines = []
     for name, group in contamination_of(evaluation).items():
         whole = ((evaluation or {}).get("tasks") or {}).get(name)
-        as_share = is_share(*group["scores"].values(), *([whole] if whole else []))
+        unit = unit_of(*group["scores"].values(), *([whole] if whole else []))
         parts = [
-            f"{score_in_words(score, as_share=as_share)} on {counted(score['num_items'], 'item')} ({NAMES[kind]})"
+            f"{score_text(score, unit)} on {counted(score['num_items'], 'item')} ({NAMES[kind]})"
             for kind, score in group["scores"].items()
         ]
         lines += [f"{name}: {', '.join(parts)}"] if parts else []

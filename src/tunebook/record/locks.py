@@ -35,8 +35,7 @@ Difference = dict[str, str | None]  # `installed` and `locked`, each a version o
 
 def locked_versions(lock: str) -> dict[str, str]:
     """The version of each package of a lock for this Python and machine, by canonical name."""
-    lines = (line.rstrip("\\ ") for line in lock.splitlines() if line and line[0] not in " #")
-    pins = [Requirement(line) for line in lines]
+    pins = [Requirement(line.rstrip("\\ ")) for line in lock.splitlines() if line and line[0] not in " #"]
     return {
         canonicalize_name(pin.name): next(iter(pin.specifier)).version
         for pin in pins
@@ -103,19 +102,11 @@ def lock_differences(
     `optional` packages may be missing, but if installed they must have the locked version.
     """
     known = {**(optional or {}), **locked}
-    found: dict[str, Difference] = {}
-    for name in sorted(locked.keys() | installed.keys()):
-        has, wants = installed.get(name), known.get(name)
-        if name != PROJECT and has != wants:
-            found[name] = {"installed": has, "locked": wants}
-    return found
-
-
-def python_difference(version: str) -> dict[str, Difference]:
-    """The interpreter's difference if its minor version is not that of the locks; otherwise empty."""
-    if f"{version}.".startswith(f"{LOCKED_PYTHON}."):
-        return {}
-    return {PYTHON_NAME: {"installed": version, "locked": LOCKED_PYTHON}}
+    return {
+        name: {"installed": installed.get(name), "locked": known.get(name)}
+        for name in sorted(locked.keys() | installed.keys() - {PROJECT})
+        if installed.get(name) != known.get(name)
+    }
 
 
 def matters(name: str) -> bool:
@@ -128,11 +119,11 @@ def describe_differences(differences: Mapping[str, Mapping[str, str | None]], at
 
     After `at_most` of them the rest is `and 4 more`.
     """
-    rank = {name: number for number, name in enumerate((*PACKAGES, PYTHON_NAME))}
+    first = [name for name in (*PACKAGES, PYTHON_NAME) if name in differences]
     lines = []
-    for name in sorted(differences, key=lambda name: (rank.get(name, len(rank)), name)):
+    for name in [*first, *sorted(differences.keys() - first)]:
         installed, locked = differences[name]["installed"], differences[name]["locked"]
-        has = f"no {name}" if installed is None else f"{name} {installed}"
-        lines.append(f"{has} where the lock has {locked or 'none'}")
-    shown = lines[:at_most]
-    return shown if len(shown) == len(lines) else [*shown, f"and {len(lines) - len(shown)} more"]
+        present = f"no {name}" if installed is None else f"{name} {installed}"
+        lines.append(f"{present} where the lock has {locked or 'none'}")
+    rest = len(lines) - len(lines[:at_most])
+    return [*lines[:at_most], *([f"and {rest} more"] if rest else [])]

@@ -1,6 +1,8 @@
 """`manifest.json`: what a run was made from and how it ended. Written before step 0 and updated later.
 
-If the state is `running` long after the last line of the metrics, the run was killed.
+If the state is `running` long after the last line of the metrics, the run was killed. Facts that are learnt during a
+run are added at the top level: `parallelism_found`, `leak_probe`, `compiled`, `start_up`, `slurm`, `model_files`,
+`wandb_run_id` and, when the run ends, `files_sha256`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,6 @@ def start_manifest(
     *,
     world_size: int,
     command: list[str],
-    typed: list[str] | None = None,
     nccl: str | None = None,
     model: dict[str, Any] | None = None,
     tokenizer_sha256: str | None = None,
@@ -66,10 +67,10 @@ def start_manifest(
 ) -> dict[str, Any]:
     """Write the manifest of a run that is about to start, and return it.
 
-    `command` trains the same again; `typed` is the command line that the user typed. `model` adds facts to those of
-    the configuration, such as the revision that the hub resolved. `dataset` is `{records, fingerprint, content_sha256,
-    counts}` of the prepared data. A run that resumes in its folder keeps the status of its earlier attempts under
-    `earlier_attempts`, its id at wandb and, if training had ended, the files of model/.
+    `command` trains the same again. `model` adds facts to those of the configuration, such as the revision that the hub
+    resolved. `dataset` is `{records, fingerprint, content_sha256, counts}` of the prepared data. A run that resumes in
+    its folder keeps the status of its earlier attempts under `earlier_attempts`, its id at wandb and, if training had
+    ended, the files of model/.
     """
     earlier = manifest_or_empty(folder)
     manifest = {
@@ -79,7 +80,7 @@ def start_manifest(
         "status": {
             "state": RunState.running.name,
             "exit_code": None,
-            "reason": None,
+            "reason": None,  # one sentence; for every state but running, and finished at the last step
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "ended": None,
             "seconds": None,
@@ -91,7 +92,7 @@ def start_manifest(
         "model": describe_model(config.model, weights_fingerprint(config.model)) | (model or {}),
         "tokenizer_sha256": tokenizer_sha256,
         "chat_template_sha256": chat_template_sha256,
-        "template_date": template_date,
+        "template_date": template_date,  # that the chat template writes as today's date
         "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
         "dataset": dataset,
         "hardware": describe_hardware(nccl),
@@ -99,10 +100,8 @@ def start_manifest(
         "seed": config.training.seed,
         "command": describe_command(command),
     }
-    if typed is not None:
-        manifest["typed"] = describe_command(typed)
     manifest |= {key: value for key in (WANDB_RUN_ID, MODEL_FILES) if (value := earlier.get(key)) is not None}
-    _write(folder, manifest)
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
     return manifest
 
 
@@ -112,7 +111,7 @@ def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     for key, value in facts.items():
         is_section = key != MODEL_FILES and isinstance(value, dict) and isinstance(manifest.get(key), dict)
         manifest[key] = manifest[key] | value if is_section else value
-    _write(folder, manifest)
+    atomic_write_json(folder / MANIFEST_FILE, manifest)
     return manifest
 
 
@@ -160,18 +159,8 @@ def finish_manifest(
     )
 
 
-def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Result files that changed since the run ended, by name."""
-    if manifest["status"]["state"] == RunState.running.name:  # resumed: the hashes are from the earlier attempt
-        return []
-    noted: dict[str, str] = manifest.get("files_sha256") or {}
-    return [
-        name for name, sha256 in noted.items() if not (folder / name).is_file() or sha256_file(folder / name) != sha256
-    ]
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run, of which only the format is checked. Raises: DataError if there is none, or another."""
+    """The manifest of a run. Raises: DataError if there is none, or one of another format."""
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise DataError(
@@ -187,23 +176,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             problem_id="broken-record",
         )
     return manifest
-
-
-def check_manifest(manifest: dict[str, Any], file: Path) -> None:
-    """Check a manifest that is written or read. Raises: DataError naming the file and its first wrong key."""
-    from pydantic import ValidationError  # importing it takes 0.1 s
-
-    from tunebook.record.manifest_schema import Manifest
-
-    try:
-        Manifest.model_validate(manifest)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise DataError(
-            f"{file} is no whole manifest: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; Tunebook checks what it "
-            "writes, so something else changed it: restore it from a copy, or name another run",
-            problem_id="broken-record",
-        ) from None
 
 
 def system_prompt_hash(prompt: str | None) -> str:
@@ -224,8 +196,3 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
         "weights": model.weights.name,
         "weights_fingerprint": fingerprint,
     }
-
-
-def _write(folder: Path, manifest: dict[str, Any]) -> None:
-    check_manifest(manifest, folder / MANIFEST_FILE)
-    atomic_write_json(folder / MANIFEST_FILE, manifest)

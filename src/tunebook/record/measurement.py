@@ -34,11 +34,6 @@ from tunebook.record.locks import PACKAGES
 NUM_STEPS = 2  # the first step creates the optimizer's state, so only the second holds everything at once
 _MOST_PASSES = 2  # the second pass of a step holds the first one's gradients; further passes add nothing
 _LEARNING_RATE = 1e-6  # any that is small: the weights are thrown away
-# Settings of `training` that are at their defaults in the two steps: how long, from which seed, what is written when.
-_CHANGES_NO_MEMORY = (
-    "num_epochs", "seed", "log_every_steps", "save_every_steps", "keep_checkpoints", "save_in_background",
-    "evaluate_every_steps", "load_best_at_end", "early_stopping_patience", "resume_anyway", "push_to_hub",
-)  # fmt: skip
 _ALLOCATOR = "PYTORCH_"  # environment variables that change how much memory the allocator takes
 
 
@@ -67,15 +62,14 @@ def measured_config(config: RunConfig, batch: BatchPlan) -> RunConfig:
     document = batch.row_length // per_row
     samples = batch.data_ranks * batch.micro_batch_size * passes * per_row
     synthetic = SyntheticConfig(num_documents=NUM_STEPS * samples, min_tokens=document, max_tokens=document)
-    defaults = TrainingConfig()
-    training = replace(
-        config.training,
+    training = TrainingConfig(
         global_samples=samples,
-        global_tokens=None,
         micro_batch_size=batch.micro_batch_size,
+        max_length=config.training.max_length,
         max_steps=NUM_STEPS,
+        max_grad_norm=config.training.max_grad_norm,
+        deterministic=config.training.deterministic,
         resume="never",
-        **{name: getattr(defaults, name) for name in _CHANGES_NO_MEMORY},
     )
     return replace(
         config,

@@ -51,7 +51,20 @@ def remove_later_lines(folder: Path, step: int, validated: Container[int]) -> No
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every line; empty if nothing was logged yet. Raises: DataError for a broken line that is not the last."""
     path = folder / METRICS_FILE
-    return list(_parse_lines(path)) if path.is_file() else []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    parsed: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            parsed += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            if number == len(lines):  # no newline follows: the run was killed while writing it
+                break
+            raise DataError(
+                f"{path} line {number} is not JSON ({error}). Tunebook writes whole lines, so something else changed "
+                "the file; remove that line",
+                problem_id="broken-record",
+            ) from error
+    return parsed
 
 
 def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[int, float | None]]:
@@ -62,20 +75,20 @@ def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[in
     a killed run may resume between two logged steps, and the line that it had logged across its checkpoint is dropped.
     Lines after the last step of the schedule are ignored.
     """
-    found: list[tuple[int, float | None]] = []
+    scheduled: list[tuple[int, float | None]] = []
     window: list[Mapping[str, Any]] = []
     for line in lines:
         window.append(line)
         if line["step"] % every == 0:
-            num_steps = sum(one["num_steps"] for one in window)
+            num_steps = sum(part["num_steps"] for part in window)
             mean = line["loss"]  # of a single line exactly
             if len(window) > 1:
-                is_finite = all(one["loss"] is not None for one in window)
-                mean = sum(one["loss"] * one["num_steps"] for one in window) / num_steps if is_finite else None
+                is_finite = all(part["loss"] is not None for part in window)
+                mean = sum(part["loss"] * part["num_steps"] for part in window) / num_steps if is_finite else None
             if num_steps >= every:
-                found.append((line["step"], mean))
+                scheduled.append((line["step"], mean))
             window = []
-    return found
+    return scheduled
 
 
 def is_training_line(line: Mapping[str, Any]) -> bool:
@@ -98,21 +111,3 @@ def _finite(value: Any, name: str, not_finite: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item, f"{name}[{index}]", not_finite) for index, item in enumerate(value)]
     return value
-
-
-def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            read = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline follows: the run was killed while writing it
-                return
-            raise DataError(
-                f"{path} line {number} is not JSON ({error}). Tunebook writes whole lines, so something else changed "
-                "the file; remove that line",
-                problem_id="broken-record",
-            ) from error
-        yield read

@@ -16,7 +16,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.data.template import template_hash
-from tunebook.errors import DataError, RequestError, did_you_mean
+from tunebook.errors import DataError, RequestError
 from tunebook.files import atomic_write_json, read_json
 from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
@@ -31,6 +31,7 @@ FORMAT = 1  # increased when a key changes its meaning or is removed
 # Differences that `--allow-mismatch` can allow.
 TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE = "template", "tokenizer", "system_prompt", "base"
 MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE)
+_HASHES = {TEMPLATE: "chat_template_sha256", TOKENIZER: "tokenizer_sha256", SYSTEM_PROMPT: "system_prompt_sha256"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +81,14 @@ def read_origin(folder: Path) -> Origin | None:
     file = folder / ORIGIN_FILE
     if not file.is_file():
         return None
-    content: Any = read_json(file)
-    try:
-        if content["format"] == FORMAT:
-            return Origin(**{name: content[name] for name in content if name in Origin.__dataclass_fields__})
-    except (KeyError, TypeError):
-        pass
-    raise DataError(
-        f"{file} is not what `tunebook export` writes: it was edited or written by another version; export the run "
-        "again, or remove the file to use the model as one without a run",
-        problem_id="broken-record",
-    )
+    content: dict[str, Any] = read_json(file)
+    if content.get("format") != FORMAT:
+        raise DataError(
+            f"{file} is not what this `tunebook export` writes; export the run again, or remove the file to use the "
+            "model as one without a run",
+            problem_id="broken-record",
+        )
+    return Origin(**{name: content[name] for name in content if name in Origin.__dataclass_fields__})
 
 
 def check_bound(
@@ -109,38 +107,24 @@ def check_bound(
         TOKENIZER: tokenizer_hash(tokenizer),
         SYSTEM_PROMPT: system_prompt_hash(system_prompt),
     }
-    recorded: dict[str, str | None] = {} if trained is None else {
-        TEMPLATE: trained.chat_template_sha256,
-        TOKENIZER: trained.tokenizer_sha256,
-        SYSTEM_PROMPT: trained.system_prompt_sha256,
-    }  # fmt: skip
+    recorded = {name: getattr(trained, key, None) for name, key in _HASHES.items()}
     # The trainer adds a padding token to a tokenizer that has none. That is not a difference.
     padding, tokenizer.pad_token = tokenizer.pad_token, None
-    if recorded.get(TOKENIZER) == tokenizer_hash(tokenizer):
-        present[TOKENIZER] = str(recorded[TOKENIZER])
+    if recorded[TOKENIZER] == (without_padding := tokenizer_hash(tokenizer)):
+        present[TOKENIZER] = without_padding
     tokenizer.pad_token = padding
-    different = [name for name, then in recorded.items() if then is not None and then != present[name]]
-    refused = next((mismatch for mismatch in different if mismatch not in allowed), None)
+    different = [name for name in _HASHES if recorded[name] not in (None, present[name])]
+    refused = next((name for name in different if name not in allowed), None)
     if trained is not None and refused is not None:
-        place = f"the tokenizer is {tokenizer.name_or_path}"
-        what, where = {
-            TEMPLATE: ("chat template", place),
-            TOKENIZER: ("tokenizer", place),
-            SYSTEM_PROMPT: ("system prompt", "it is dataset.system_prompt of its run.yaml"),
-        }[refused]
+        place = "dataset.system_prompt of its run.yaml" if refused == SYSTEM_PROMPT else tokenizer.name_or_path
         raise DataError(
-            f"the {what} is not the one that the run {trained.run} was trained with ({where}); restore it, since a "
-            f"model answers badly under another one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway "
-            "and records that)",
+            f"the {_HASHES[refused].removesuffix('_sha256').replace('_', ' ')} is not the one that the run "
+            f"{trained.run} was trained with (it is in {place}); restore it, since a model answers badly under another "
+            f"one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway and records that)",
             problem_id=f"{refused.replace('_', '-')}-changed",
         )
-    return {
-        "to": None if trained is None else trained.run,
-        "mismatches": different,
-        "tokenizer_sha256": present[TOKENIZER],
-        "chat_template_sha256": present[TEMPLATE],
-        "system_prompt_sha256": present[SYSTEM_PROMPT],
-    }
+    hashes = {key: present[name] for name, key in _HASHES.items()}
+    return {"to": None if trained is None else trained.run, "mismatches": different, **hashes}
 
 
 def check_base(
@@ -174,12 +158,10 @@ def check_base(
 
 def allowed_mismatches(text: str) -> list[str]:
     """The names in `--allow-mismatch template,tokenizer`. Raises: RequestError for an unknown one."""
-    named = [word.strip() for word in text.split(",") if word.strip()]
-    for word in named:
-        if word not in MISMATCHES:
-            raise RequestError(
-                f"--allow-mismatch {text}: there is no mismatch '{word}'.{did_you_mean(word, MISMATCHES)} "
-                f"Type one or more of {', '.join(MISMATCHES)}",
-                problem_id="unknown-mismatch",
-            )
-    return named
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in MISMATCHES]:
+        raise RequestError(
+            f"--allow-mismatch {text}: there is no '{unknown[0]}'; type one or more of {', '.join(MISMATCHES)}",
+            problem_id="unknown-mismatch",
+        )
+    return names

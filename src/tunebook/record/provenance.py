@@ -25,12 +25,13 @@ from tunebook.files import sha256_file, sha256_text
 from tunebook.hardware.image import Image, read_image
 from tunebook.hardware.links import links_text, read_links
 from tunebook.record.locks import (
+    LOCKED_PYTHON,
     PACKAGES,
+    PYTHON_NAME,
     generation_versions,
     installed_versions,
     lock_differences,
     optional_versions,
-    python_difference,
 )
 
 IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
@@ -40,8 +41,6 @@ _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
     "TORCH_ALLOW_TF32_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TRITON_", "FLASH_ATTENTION_", "DS_",
 )  # fmt: skip
-# They make MKL and oneDNN, which compute torch's products, choose other instructions than torch itself.
-_KERNEL_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 _CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not affect a run
 
 
@@ -90,7 +89,8 @@ def describe_environment(generation: str) -> dict[str, Any]:
         "variables": {
             name: shorten_paths(without_secrets(text))
             for name, text in sorted(os.environ.items())
-            if name.startswith(_VARIABLES) and not is_secret_name(name)
+            # Where a cache is changes no result, and torch sets TORCHINDUCTOR_CACHE_DIR itself when it compiles.
+            if name.startswith(_VARIABLES) and not name.endswith("_CACHE_DIR") and not is_secret_name(name)
         },
     }
 
@@ -110,12 +110,11 @@ def _describe_lock(generation: str, image: Image | None, installed: Mapping[str,
         lock["sha256"] = sha256_file(file)
     else:
         return lock | {"reason": f"there is no docker/{folder.name}/requirements.lock in the book"}
-    try:
-        locked = image.packages if image and image.packages else generation_versions(folder, installed)
-        differences = lock_differences(locked, installed, optional_versions(docker, folder))
-    except ValueError as error:
-        return lock | {"reason": f"docker/{folder.name}: {error}"}
-    return lock | {"differences": python_difference(platform.python_version()) | differences}
+    locked = image.packages if image and image.packages else generation_versions(folder, installed)
+    differences = lock_differences(locked, installed, optional_versions(docker, folder))
+    if not (version := platform.python_version()).startswith(f"{LOCKED_PYTHON}."):
+        differences[PYTHON_NAME] = {"installed": version, "locked": LOCKED_PYTHON}
+    return lock | {"differences": differences}
 
 
 def describe_hardware(nccl: str | None) -> dict[str, Any]:
@@ -136,28 +135,6 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
         # It tells machines apart without naming them.
         "host": sha256_text(f"{secret.strip()}:{socket.gethostname()}")[:16],
     }
-
-
-def describe_processor() -> dict[str, Any]:
-    """The CPU, the instruction set that torch uses on it, and the threads of this process."""
-    import torch
-
-    limits = [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
-    return {
-        "name": _processor_name(Path("/proc/cpuinfo")),
-        "instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *limits]),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _processor_name(cpuinfo: Path) -> str:
-    """Such as `AMD EPYC, family 25, model 1`. A virtual machine often hides the product but not these numbers."""
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
-    found = {key.strip(): value.strip() for key, _, value in pairs}
-    if "model name" not in found:
-        return f"{platform.machine()}, part {found.get('CPU part', 'unknown')}"  # ARM
-    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"
 
 
 def describe_command(arguments: list[str]) -> list[str]:

@@ -21,29 +21,31 @@ from tunebook import __version__
 from tunebook.config.override_text import as_typed
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
-from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
-from tunebook.record.differences import answers_of
 from tunebook.record.locks import describe_differences
-from tunebook.record.manifest import MANIFEST_FILE, check_manifest
-from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
-from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
+from tunebook.record.page.charts import dash_of_run, loss_charts, other_charts, overlaid_charts
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
 from tunebook.record.page.overview import (
     Summary,
+    build_prediction,
     describe_duration,
     describe_machine,
+    flatten,
     format_time,
     main_score,
+    memory_bars,
     recipe_of,
     speed_unit,
+    start_bars,
     state_of,
     summarize,
     title_of,
     validation_of_model,
 )
-from tunebook.record.page.scores import (
+from tunebook.record.run_record import RunRecord, read_run
+from tunebook.record.scores import (
+    answers_of,
     baseline_of,
     compare_scores,
     later_evaluations,
@@ -51,7 +53,6 @@ from tunebook.record.page.scores import (
     score_rows,
     unit_of,
 )
-from tunebook.record.run_record import RunRecord, read_run
 
 NO_RECIPE = "none (own model and data)"
 _NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists all
@@ -62,29 +63,23 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     """Write the report of one run, or the comparison of several, to `output`, whose folder is created.
 
     Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DataError for a
-    damaged record; DoesNotFitError if the disk is full.
+    damaged record.
     """
     records = [read_run(folder) for folder in folders]
-    for record in records:
-        if record.manifest is not None:
-            check_manifest(record.manifest, record.folder / MANIFEST_FILE)
     page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
     except OSError as error:
-        if is_disk_full(error):
-            advice = "free some space, or name a file on another disk: --output FILE"
-            raise no_space("the report", output.absolute().parent, advice) from error
         raise RequestError(
-            f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file that can be written",
+            f"the report cannot be written to {output.absolute()}: {error.strerror}; name another file: --output FILE",
             problem_id="outputs-not-writable",
         ) from error
 
 
 def render_run(record: RunRecord) -> str:
     """The page of one run."""
-    before, after, manifest = record.before, record.after, record.manifest or {}
+    before, after, manifest = record.before, record.after, record.manifest
     lock = (manifest.get("environment") or {}).get("lock") or {}
     summary, losses = summarize(record), loss_charts(record)
     charts, missing = other_charts(record)
@@ -101,7 +96,7 @@ def render_run(record: RunRecord) -> str:
         validation_of_model=validation_of_model(record),
         peak_tflops=next(iter(record.values("peak_tflops")), None),
         different_packages=", ".join(describe_differences(lock.get("differences") or {}, _NUM_DIFFERENCES)),
-        scores=score_rows(before, after, answers_of(record.folder, before), answers_of(record.folder, after)),
+        scores=score_rows(before, after, *(answers_of(record.folder, evaluation) for evaluation in (before, after))),
         later=later_evaluations(record),
         before=before,
         after=after,
@@ -109,10 +104,9 @@ def render_run(record: RunRecord) -> str:
         samples=pair_samples(before, after),
         contamination=record.contamination,
         contamination_scores=[
-            f"{found['when']}: {line}"
-            for found in (record.before, record.after, *record.evaluations)
-            if found is not None
-            for line in score_lines(found)
+            f"{evaluation['when']}: {line}"
+            for evaluation in (record.before, record.after, *record.evaluations)
+            for line in score_lines(evaluation)
         ],
         is_contaminated=is_warning,
         kind_names=NAMES,
@@ -124,10 +118,10 @@ def render_run(record: RunRecord) -> str:
         memory_bars=bars,
         memory_note=memory_note,
         start_bars=start_bars(record.manifest),
-        plan=record.plan or {},
+        plan=record.plan,
         dataset=manifest.get("dataset") or {},
         manifest=manifest,
-        config=record.config or {},
+        config=record.config,
     )
 
 
@@ -139,7 +133,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
         runs=list(zip(names, map(_head, records, summaries), strict=True)),
         numbers=number_rows(records, summaries),
         differences=config_differences(records),
-        not_compared=[name for name, record in zip(names, records, strict=True) if record.config is None],
+        not_compared=[name for name, record in zip(names, records, strict=True) if not record.config],
         scores=compare_scores(records),
         recipes=sorted({recipe_of(record) or NO_RECIPE for record in records}),
         charts=overlaid_charts(records, names),
@@ -169,21 +163,23 @@ def number_rows(records: Sequence[RunRecord], summaries: Sequence[Summary]) -> l
     peaks = [max(summary.peak_memory_gib, default=None) for summary in summaries]
     rows = [
         ("Hardware", [describe_machine(record) for record in records]),
-        *((label, [format_value(getattr(one, key), unit) for one in summaries]) for label, key, unit in numbers),
+        *(
+            (label, [format_value(getattr(summary, key), unit) for summary in summaries])
+            for label, key, unit in numbers
+        ),
         ("Peak memory", [format_value(peak, Unit.gib) for peak in peaks]),
-        ("Duration", [NO_VALUE if one.seconds is None else describe_duration(one) for one in summaries]),
+        ("Duration", [NO_VALUE if summary.seconds is None else describe_duration(summary) for summary in summaries]),
     ]
     return [(label, row) for label, row in rows if any(text != NO_VALUE for text in row)]
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Keys of run.yaml that differ between the runs that have one, with each run's value."""
-    flat = [None if record.config is None else dict(flatten(record.config)) for record in records]
+    flat = [dict(flatten(record.config)) if record.config else {} for record in records]
     rows = []
-    for key in dict.fromkeys(key for config in flat for key in config or {}):
-        values = [NO_VALUE if config is None else config.get(key, "not set") for config in flat]
-        if len({value for value, config in zip(values, flat, strict=True) if config is not None}) > 1:
-            rows.append((key, values))
+    for key in dict.fromkeys(key for config in flat for key in config):
+        if len({config.get(key, "not set") for config in flat if config}) > 1:
+            rows.append((key, [config.get(key, "not set") if config else NO_VALUE for config in flat]))
     return rows
 
 

@@ -5,7 +5,6 @@ Also the result of each rank, which it writes to a file, since torchrun turns ev
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -17,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tunebook.errors import RequestError, TunebookError, did_you_mean
+from tunebook.errors import RequestError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
-from tunebook.hardware.disk import existing, is_disk_full, no_space, require_space
+from tunebook.hardware.disk import existing, require_space
 
 LATEST = "latest"
 LOCK_FILE = ".lock"
@@ -41,42 +40,30 @@ STOP_FILE = ".stop"  # what asks ranks on other machines to stop, as text
 DEEPSPEED_FILE = "deepspeed.json"  # ZeRO only: what DeepSpeed was started with, every "auto" filled in
 
 
-def time_name(now: datetime | None = None) -> str:
+def time_name() -> str:
     """The time, UTC, as the names of runs, sweeps and evaluations have it."""
-    return (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
-def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -> Path:
+def create_run_folder(outputs: Path, recipe: str) -> Path:
     """Make `outputs/<recipe>/<UTC time>[-NNN]/` and point `latest` at it. NNN separates runs of the same second.
 
-    Raises: RequestError if it cannot be written, DoesNotFitError if the disk is full. Nothing is left then.
+    Raises: RequestError if it cannot be written, DoesNotFitError if the disk is full.
     """
-    recipe_folder = make_run_folder(outputs.expanduser().absolute() / recipe)
-    try:
-        folder = make_unique(recipe_folder, time_name(now))
-    except OSError as error:
-        raise _cannot_write(outputs, error) from error
-    _point_latest_at(folder)
+    folder = make_unique(make_run_folder(outputs.expanduser().absolute() / recipe), time_name())
+    temporary = folder.with_name(f".{LATEST}-{os.getpid()}-{secrets.token_hex(4)}")
+    with suppress(OSError):  # the link is a convenience: a file system without links must not stop a run
+        temporary.symlink_to(folder.name)
+        temporary.replace(folder.with_name(LATEST))
+    temporary.unlink(missing_ok=True)
     return folder
 
 
 def make_run_folder(folder: Path) -> Path:
     """Make a run folder that the user named; it may exist. Raises: as `create_run_folder`."""
     check_outputs(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove a run folder that is still empty, and point `latest` at the newest other run."""
-    with suppress(OSError):  # it is not empty; the error that is being raised matters more
-        folder.rmdir()
-        folder.with_name(LATEST).unlink(missing_ok=True)
-        if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
-            _point_latest_at(before)
 
 
 def check_outputs(folder: Path) -> None:
@@ -86,14 +73,13 @@ def check_outputs(folder: Path) -> None:
     """
     folder = folder.expanduser().absolute()
     nearest = existing(folder)
-    if not nearest.is_dir():
-        raise _cannot_write(folder, NotADirectoryError(errno.ENOTDIR, f"{nearest} is a file"))
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise _cannot_write(folder, PermissionError(errno.EACCES, f"no permission to write in {nearest}"))
-    try:
-        require_space(folder, _MINIMUM_FREE_BYTES, "a run folder")
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise RequestError(
+            f"no run folder can be made in {folder}: {nearest} is a file, or you may not write in it; make it "
+            "writable, or write elsewhere: outputs=/a/folder/of/yours",
+            problem_id="outputs-not-writable",
+        )
+    require_space(folder, _MINIMUM_FREE_BYTES, "a run folder")
 
 
 def is_run(folder: Path) -> bool:
@@ -221,24 +207,6 @@ def make_unique(recipe_folder: Path, name: str) -> Path:
             folder.mkdir()
             return folder
         number += 1
-
-
-def _point_latest_at(folder: Path) -> None:
-    temporary = folder.with_name(f".{LATEST}-{os.getpid()}-{secrets.token_hex(4)}")
-    with suppress(OSError):  # the link is a convenience: a file system without links must not stop a run
-        temporary.symlink_to(folder.name)
-        temporary.replace(folder.with_name(LATEST))
-    temporary.unlink(missing_ok=True)
-
-
-def _cannot_write(outputs: Path, error: OSError) -> TunebookError:
-    advice = "write elsewhere: outputs=/a/folder/of/yours"
-    if is_disk_full(error):
-        return no_space("a run folder", outputs, f"free some space or inodes, or {advice}")
-    return RequestError(
-        f"no run folder can be made in {outputs}: {error.strerror}; make it writable, or {advice}",
-        problem_id="outputs-not-writable",
-    )
 
 
 def outcome_file(folder: Path, rank: int) -> Path:

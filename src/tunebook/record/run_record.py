@@ -8,30 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError, first_line
-from tunebook.files import read_json
+from tunebook.files import read_json, sha256_file
 from tunebook.record.contamination import read_contamination
-from tunebook.record.manifest import MANIFEST_FILE, changed_files, manifest_or_empty
+from tunebook.record.manifest import MANIFEST_FILE, RunState, manifest_or_empty
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The content of one run folder. None, or an empty list, for a missing file."""
+    """The content of one run folder; a missing file is empty."""
 
     folder: Path
-    config: dict[str, Any] | None = None
-    plan: dict[str, Any] | None = None
-    manifest: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
     training: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     validation: list[dict[str, Any]] = field(default_factory=list)
-    before: dict[str, Any] | None = None  # evaluation
-    after: dict[str, Any] | None = None
+    before: dict[str, Any] = field(default_factory=dict)  # evaluation
+    after: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # later ones, by `tunebook eval`, oldest first
-    contamination: dict[str, Any] | None = None  # items that are in the training documents
+    contamination: dict[str, Any] = field(default_factory=dict)  # items that are in the training documents
     last_logged: datetime | None = None
 
     @property
@@ -42,7 +41,7 @@ class RunRecord:
     @property
     def status(self) -> dict[str, Any]:
         """The manifest's `status`; empty without a manifest."""
-        status: dict[str, Any] = self.manifest["status"] if self.manifest else {}
+        status: dict[str, Any] = self.manifest.get("status", {})
         return status
 
     @property
@@ -54,7 +53,11 @@ class RunRecord:
     @property
     def changed_files(self) -> list[str]:
         """Names of result files that were changed after the run."""
-        return changed_files(self.folder, self.manifest) if self.manifest is not None else []
+        if self.status.get("state") == RunState.running.name:  # resumed: the hashes are from the earlier attempt
+            return []
+        recorded = self.manifest.get("files_sha256") or {}
+        files = {name: self.folder / name for name in recorded}
+        return [name for name, file in files.items() if not file.is_file() or sha256_file(file) != recorded[name]]
 
     @property
     def first_invalid_step(self) -> int | None:
@@ -64,7 +67,7 @@ class RunRecord:
     @property
     def log_every_steps(self) -> int | None:
         """The configured logging interval in steps; None without a configuration."""
-        every: int | None = ((self.config or {}).get("training") or {}).get("log_every_steps")
+        every: int | None = self.config.get("training", {}).get("log_every_steps")
         return every
 
     def scheduled_losses(self) -> list[tuple[int, float | None]]:
@@ -81,7 +84,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. Missing files are None.
+    """Read a run folder.
 
     Raises: DataError for a broken file, RequestError if the folder is not a run folder.
     """
@@ -98,28 +101,28 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         config=_read_config(folder / RUN_FILE),
         plan=_read_optional(folder / PLAN_FILE),
-        manifest=manifest_or_empty(folder) or None,
+        manifest=manifest_or_empty(folder),
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
         before=_read_optional(evaluations / "before.json"),
         after=_read_optional(evaluations / "after.json"),
         evaluations=[read_json(file) for file in sorted(evaluations.glob("eval-*.json"))],
-        contamination=read_contamination(folder),
+        contamination=read_contamination(folder) or {},
         last_logged=datetime.fromtimestamp((folder / METRICS_FILE).stat().st_mtime, UTC) if lines else None,
     )
 
 
-def _read_optional(path: Path) -> dict[str, Any] | None:
-    return dict(read_json(path)) if path.is_file() else None
+def _read_optional(path: Path) -> dict[str, Any]:
+    return dict(read_json(path)) if path.is_file() else {}
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        return None
+        return {}
     try:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return dict(config)
-    except (OSError, ValueError, TypeError, YAMLError) as error:
+    except (ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError(
             f"{path} cannot be read: {first_line(error)}. Something else than Tunebook changed it; restore it from a "
             "copy, or remove it to continue without it",

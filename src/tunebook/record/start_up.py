@@ -15,7 +15,7 @@ from typing import Any
 from tunebook.record.manifest import add_to_manifest, manifest_or_empty
 
 START_UP_KEY = "start_up"  # in the manifest
-_LONGEST_S = 24 * 3600.0  # an age above this is not plausible for a process that asks for it at its start
+_LONGEST_S = 24 * 3600.0  # a sandbox may count from another time: no process asks for its age this late
 
 
 class StartClock:
@@ -34,34 +34,32 @@ class StartClock:
 
 
 def process_begun() -> float:
-    """The start time of this process in seconds since 1970; now if the system does not tell (Linux does)."""
-    now = time.time()
-    try:
+    """The start time of this process in seconds since 1970; now if the system does not tell it."""
+    stat, age = Path("/proc/self/stat"), 0.0
+    if stat.is_file():
         # The program's name is in parentheses and may contain parentheses and blanks. The 22nd field is the start.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return now
-    return now - age if 0 <= age < _LONGEST_S else now
+    return time.time() - (age if 0 <= age < _LONGEST_S else 0.0)
 
 
 def note_launch(folder: Path, clock: StartClock) -> None:
     """Write the launcher's phases and the present time as the start of the ranks. Replaces an earlier attempt's."""
     launched = datetime.now(UTC).isoformat(timespec="milliseconds")
-    found = {"launched": launched, "launcher": _rounded(clock.phases), "rank": {}, "first_step_s": None}
-    add_to_manifest(folder, {START_UP_KEY: found})
+    phases = {"launched": launched, "launcher": _rounded(clock.phases), "rank": {}, "first_step_s": None}
+    add_to_manifest(folder, {START_UP_KEY: phases})
 
 
 def note_first_step(folder: Path, clock: StartClock) -> None:
     """Write the phases of rank 0, whose first step has just ended, and the total."""
-    noted: dict[str, Any] = manifest_or_empty(folder).get(START_UP_KEY) or {}
-    launched, launcher, phases = noted.get("launched"), noted.get("launcher", {}), clock.phases
+    recorded: dict[str, Any] = manifest_or_empty(folder).get(START_UP_KEY) or {}
+    launched, launcher, phases = recorded.get("launched"), recorded.get("launcher", {}), clock.phases
     if launched is not None:
         waited = clock.begun - datetime.fromisoformat(launched).timestamp()
         phases = {"launch": max(0.0, waited)} | phases
-    total = sum(launcher.values()) + sum(phases.values())
-    found = {"launched": launched, "launcher": launcher, "rank": _rounded(phases), "first_step_s": round(total, 3)}
-    add_to_manifest(folder, {START_UP_KEY: found})
+    total = round(sum(launcher.values()) + sum(phases.values()), 3)
+    start_up = {"launched": launched, "launcher": launcher, "rank": _rounded(phases), "first_step_s": total}
+    add_to_manifest(folder, {START_UP_KEY: start_up})
 
 
 def _rounded(phases: dict[str, float]) -> dict[str, float]:

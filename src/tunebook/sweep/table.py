@@ -13,9 +13,9 @@ from rich.text import Text
 
 from tunebook.errors import StoppedError
 from tunebook.files import atomic_write_text, read_json
-from tunebook.record.differences import mean_score
 from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
+from tunebook.record.scores import mean_score
 
 CSV_FILE = "sweep.csv"
 # Attributes of a result that can rank it, the most informative first: heading and format in the table.

@@ -25,7 +25,6 @@ from tunebook.facts.compiling import compilation_notice
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.record.manifest import MODEL_FILES, add_to_manifest
-from tunebook.record.provenance import describe_processor
 from tunebook.record.run_folder import LOG_FILE, UNSAVED_FILE
 from tunebook.record.start_up import StartClock
 from tunebook.terminal import quiet_libraries
@@ -128,10 +127,7 @@ def _record_facts(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> No
     nccl = None
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    facts: dict[str, Any] = {"hardware": {"nccl": nccl}, "model": weights}
-    if trainer.args.device.type == "cpu":
-        facts["processor"] = describe_processor()
-    add_to_manifest(folder, facts)
+    add_to_manifest(folder, {"hardware": {"nccl": nccl}, "model": weights})
 
 
 def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunebook.record.page.charts import Chart
-from tunebook.record.page.curves import loss_charts, other_charts, overlaid_charts
+from tunebook.record.page.charts import loss_charts, other_charts, overlaid_charts
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -17,17 +16,6 @@ def test_only_long_curves_are_smoothed() -> None:
     assert [line.name for line in few.lines] == ["training"]
     assert [line.name for line in many.lines] == ["training, each logged step", "training, mean of 5 logged steps"]
     assert loss_charts(record_of()) == []
-
-
-def test_speed_is_per_gpu_or_per_cpu_rank(make_run) -> None:
-    on_cpu, on_gpus = read_run(make_run("2026-11-21T07-18-05Z")), read_run(make_run("2026-11-21T07-18-06Z", ranks=8))
-
-    def label(charts: list[Chart]) -> str:
-        return next(chart.y_label for chart in charts if chart.title == "Throughput")
-
-    assert label(other_charts(on_cpu)[0]) == "real tokens per second and rank"
-    assert label(other_charts(on_gpus)[0]) == "real tokens per second and GPU"
-    assert label(overlaid_charts([on_cpu, on_gpus], ["a", "b"])) == "real tokens per second and GPU or rank"
 
 
 def test_the_step_at_which_the_loss_was_not_finite_is_marked() -> None:

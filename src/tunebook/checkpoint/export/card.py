@@ -16,9 +16,10 @@ from tunebook.checkpoint.export.write import Written
 from tunebook.config.book import BOOK_PREFIX
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.schema import RunConfig, world_size
-from tunebook.record.differences import score_in_words
 from tunebook.record.model_origin import ORIGIN_FILE, Origin
+from tunebook.record.page.numbers import Unit
 from tunebook.record.run_record import RunRecord
+from tunebook.record.scores import score_text
 
 _FINAL = "model"  # the run's folder with the trained model
 
@@ -46,7 +47,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     )
     parts = [
         f"---\n{header.to_yaml()}\n---",
-        f"# {(record.manifest or {}).get('title') or origin.recipe or origin.run}",
+        f"# {record.manifest.get('title') or origin.recipe or origin.run}",
         _summary(origin, config),
         f"## Use\n\n```python\n{_usage(origin, config)}\n```",
         f"## Evaluation\n\n{_scores(_evaluations(origin, record))}",
@@ -87,7 +88,7 @@ def _scores(evaluations: list[dict[str, Any]]) -> str:
     rows = []
     for name, task in {name: task for item in evaluations for name, task in item["tasks"].items()}.items():
         scores = [item["tasks"].get(name) for item in evaluations]
-        cells = ["-" if score is None else score_in_words(score, as_share=False) for score in scores]
+        cells = ["-" if score is None else score_text(score, Unit.plain) for score in scores]
         rows.append([name, task["metric"], str(task["num_items"]), *cells])
     columns = [item["when"] + (f" (first {item['limit']})" if item.get("limit") else "") for item in evaluations]
     version = evaluations[-1].get("harness_version")
@@ -117,7 +118,7 @@ def _summary(origin: ExportOrigin, config: RunConfig) -> str:
 
 def _rows(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
     """What the run recorded of these weights."""
-    manifest, optimizer = record.manifest or {}, config.optimizer
+    manifest, optimizer = record.manifest, config.optimizer
     rows = []
     for source in (manifest.get("dataset") or {}).get("records") or []:
         facts = [f"{source['num_documents']:,} documents"] if source.get("num_documents") else []
@@ -155,9 +156,9 @@ def _evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]
     last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
     sources = (origin.source, _FINAL) if is_final else (origin.source,)
-    evaluations = [record.after] if is_final and record.after is not None else []
+    evaluations = [record.after] if is_final and record.after else []
     evaluations += [item for item in record.evaluations if item["model"] in sources]
-    return [record.before, *evaluations] if evaluations and record.before is not None else evaluations
+    return [record.before, *evaluations] if evaluations and record.before else evaluations
 
 
 def check_text(origin: ExportOrigin) -> str:

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG.
+"""The curves of a report as line charts in inline SVG, for one run and for several runs in shared axes.
 
 No plotting library: the report is one file that must open without network and without JavaScript. A library would add
 80 MB to every image and megabytes of script, or a bitmap that neither scales nor follows the reader's color scheme.
@@ -19,6 +19,8 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from tunebook.record.page.numbers import Unit, format_value, tick_labels
+from tunebook.record.page.overview import speed_unit
+from tunebook.record.run_record import RunRecord
 
 Point = tuple[float, float | None]  # x, y; None breaks the line
 Stroke = Literal["strong", "faint", "dots"]  # CSS class; faint: behind a smoothed line; dots: points on a thin line
@@ -32,6 +34,17 @@ _CHARACTER_WIDTH = 9.2  # of the tick labels on a phone, where the style sheet s
 _ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _START_AT_ZERO_BELOW = 0.5  # of the largest value: an axis whose smallest value is below this starts at zero
 _OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all others
+_FLATTENED_SHARE = 0.35  # of the largest loss: a second half below it is hard to read in the same axes
+_LOSS = "loss per trained token"
+
+# key of metrics.jsonl, title, label of the vertical axis, unit
+_SIMPLE = (
+    ("learning_rate", "Learning rate", "step size", Unit.plain),
+    ("grad_norm", "Gradient norm", "norm before clipping", Unit.plain),
+    ("tokens_per_second_per_gpu", "Throughput", "real tokens per second and {unit}", Unit.plain),
+    ("mfu", "Model FLOPs utilization", "share of peak arithmetic", Unit.share),
+    ("padding_share", "Padding", "share of tokens that are padding", Unit.share),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +91,8 @@ class Chart:
             ],
         }  # fmt: skip
         lines = [_drawn(line, x, y, self.ceiling) for line in self.lines]
-        text = _template().render(
-            chart=self,
-            width=width,
-            height=height,
-            x=x,
-            y=y,
-            lines=lines,
-            hover=json.dumps(hover, separators=(",", ":")),
-        )
+        values = json.dumps(hover, separators=(",", ":"))
+        text = _template().render(chart=self, width=width, height=height, x=x, y=y, lines=lines, hover=values)
         return Markup(text.strip().replace(">\n<", "><"))
 
     @property
@@ -228,3 +234,119 @@ def _template() -> Template:
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("chart.svg.jinja")
+
+
+def loss_charts(record: RunRecord) -> list[Chart]:
+    """Training loss, raw and smoothed, with validation; its second half again if the first half flattens it."""
+    raw, values = record.points("loss"), record.values("loss")
+    if not raw:
+        return []
+    every, middle = record.log_every_steps, len(raw) // 2
+    # A point is the mean since the previous point.
+    each = "each logged step" if every is None else "each step" if every == 1 else f"mean of each {every} steps"
+    lines, late = [Line(name="training", points=raw)], []
+    if len(raw) >= SMOOTH_FROM:
+        smoothed, span = smooth(raw)
+        lines = [
+            Line(name=f"training, {each}", points=raw, stroke="faint"),
+            Line(name=f"training, mean of {span} logged steps", points=smoothed),
+        ]
+        late = [Line(name=each, points=raw[middle:], stroke="faint"), Line(name="mean", points=smoothed[middle:])]
+    if validation := _validation(record):
+        lines.append(Line(name="validation", points=validation, color=1, stroke="dots"))
+    invalid, ceiling = record.first_invalid_step, outlier_ceiling(values)
+    charts = [
+        Chart(
+            title="Loss", y_label=_LOSS, lines=lines, ceiling=ceiling, note=_ceiling_note(raw, ceiling),
+            mark=None if invalid is None else (invalid, f"not finite, step {invalid}"),
+        )
+    ]  # fmt: skip
+    late_values = [y for _, y in raw[middle:] if y is not None]
+    if len(raw) - middle >= SMOOTH_FROM and late_values and max(late_values) <= _FLATTENED_SHARE * max(values):
+        charts.append(Chart(title="Loss, second half", y_label=_LOSS, lines=late))
+    return charts
+
+
+def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
+    """The other recorded curves, and the titles of those that were not recorded."""
+    charts = [*_simple_charts([record], None), *_memory_chart(record)]
+    titles = {chart.title for chart in charts}
+    return charts, [title for title in (*(title for _, title, _, _ in _SIMPLE), "Memory") if title not in titles]
+
+
+def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
+    """The curves of several runs in shared axes: the loss over steps and over tokens, then the others."""
+    charts = []
+    for title, over, x_label in (
+        ("Loss over steps", "step", "optimizer step"), ("Loss over tokens", "tokens_seen", "tokens seen"),
+    ):  # fmt: skip
+        curves = [record.points("loss", over) for record in records]
+        smoothed = [smooth(points)[0] if len(points) >= SMOOTH_FROM else points for points in curves]
+        charts.append(Chart(title=title, y_label=_LOSS, x_label=x_label, lines=_overlay(smoothed, names)))
+    validation = _overlay(list(map(_validation, records)), names, "dots")
+    charts.append(Chart(title="Validation loss", y_label=_LOSS, lines=validation))
+    drawn = [chart for chart in charts if any(y is not None for line in chart.lines for _, y in line.points)]
+    return drawn + _simple_charts(records, names)
+
+
+def dash_of_run(index: int) -> int:
+    """The dash pattern of one of several runs. Neighbors differ, so that equal curves do not hide each other."""
+    return (index + index // NUM_COLORS) % NUM_DASHES
+
+
+def _simple_charts(records: Sequence[RunRecord], names: Sequence[str] | None) -> list[Chart]:
+    """The curves of one run, or of several in shared axes if they have names."""
+    charts = []
+    for key, title, label, unit in _SIMPLE:
+        points = [record.points(key) for record in records]
+        values = [y for one in points for _, y in one if y is not None]
+        if values:
+            ceiling = outlier_ceiling(values)
+            warm_up = "The first steps include the warm-up." if key == "tokens_per_second_per_gpu" else ""
+            note = "" if names else " ".join(filter(None, (warm_up, _ceiling_note(points[0], ceiling))))
+            charts.append(
+                Chart(
+                    title=title, y_label=label.format(unit=speed_unit(records)), unit=unit, from_zero=True,
+                    lines=_overlay(points, names or [title.lower()]), ceiling=ceiling, note=note,
+                )
+            )  # fmt: skip
+    return charts
+
+
+def _validation(record: RunRecord) -> list[Point]:
+    return [(line["step"], line["validation_loss"]) for line in record.validation]
+
+
+def _overlay(curves: Sequence[list[Point]], names: Sequence[str], stroke: Stroke = "strong") -> list[Line]:
+    return [
+        Line(name=name, points=points, color=index, dash=dash_of_run(index), stroke=stroke)
+        for index, (points, name) in enumerate(zip(curves, names, strict=True))
+        if points
+    ]
+
+
+def _ceiling_note(points: Sequence[Point], ceiling: float | None) -> str:
+    if ceiling is None:
+        return ""
+    above = [(y, x) for x, y in points if y is not None and y > ceiling]
+    largest, step = max(above)
+    are = "step is" if len(above) == 1 else "steps are"
+    return f"{len(above)} {are} off the scale (arrows); the largest is {format_value(largest)} at step {step:.0f}."
+
+
+def _memory_chart(record: RunRecord) -> list[Chart]:
+    logged = ((line["step"], line.get("memory_gib") or []) for line in record.training)
+    known = ((step, [gib for gib in ranks if gib is not None]) for step, ranks in logged)
+    peaks = [(step, ranks) for step, ranks in known if ranks]
+    if not peaks:
+        return []
+    several = any(len(ranks) > 1 for _, ranks in peaks)
+    name = "highest of all ranks" if several else "memory"
+    return [
+        Chart(
+            title="Memory", y_label="peak GiB per rank", from_zero=True,
+            lines=[Line(name=name, points=[(step, max(ranks)) for step, ranks in peaks])],
+            band=[(step, min(ranks), max(ranks)) for step, ranks in peaks] if several else [],
+            note="The shaded area reaches down to the lowest rank." if several else "",
+        )
+    ]  # fmt: skip

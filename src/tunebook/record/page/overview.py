@@ -1,4 +1,4 @@
-"""The main numbers of a run, and what the head of its report says of them."""
+"""The numbers of a run's report: its head, predictions and measurements, memory by rank, start-up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from typing import Any
 
 from tunebook.config.choices import Generation
 from tunebook.record.metrics import median_after_warm_up
-from tunebook.record.page.numbers import TIMES, format_duration
+from tunebook.record.page.numbers import MINUS, NO_VALUE, TIMES, Unit, format_duration, format_value
 from tunebook.record.run_record import RunRecord
 
 _FINAL_SHARE = 0.05  # of the logged steps, averaged for the final loss: a single step is noisy
 _NOT_RECORDED = "not recorded"
+_MAX_RANK_BARS = 16  # more ranks are summarized
+_NOT_PARTS = ("total", "allocated", "capacity")  # of the planned memory
+_SHORTEST = 0.4  # of the available memory: a shorter bar would be hard to read and is magnified
+_PLAN_MISSING = "the plan has no estimate of it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +48,13 @@ def summarize(record: RunRecord) -> Summary:
     """Compute the numbers from the metrics."""
     training, losses = record.training, record.values("loss")
     num_final = max(1, round(_FINAL_SHARE * len(losses)))
-    earlier = [attempt.get("seconds") for attempt in (record.manifest or {}).get("earlier_attempts") or []]
+    earlier = [attempt.get("seconds") for attempt in record.manifest.get("earlier_attempts") or []]
     last_seconds = record.status.get("seconds")
     by_rank = zip_longest(*(line["memory_gib"] for line in training if line.get("memory_gib")))
     validation = [line["validation_loss"] for line in record.validation if line["validation_loss"] is not None]
     return Summary(
         num_steps=training[-1]["step"] if training else None,
-        num_planned_steps=record.plan["batch"].get("total_steps") if record.plan and "batch" in record.plan else None,
+        num_planned_steps=record.plan.get("batch", {}).get("total_steps"),
         num_tokens=training[-1].get("tokens_seen") if training else None,
         first_loss=losses[0] if losses else None,
         final_loss=fmean(losses[-num_final:]) if losses else None,
@@ -91,8 +95,8 @@ def speed_unit(records: Sequence[RunRecord]) -> str:
 
 def is_on_gpus(record: RunRecord) -> bool:
     """By the configuration, else the plan: the machine of a CPU run may have GPUs."""
-    found = [(source or {}).get("hardware") or {} for source in (record.config, record.plan)]
-    generation = next((one["generation"] for one in found if "generation" in one), Generation.cpu.name)
+    sections = [source.get("hardware") or {} for source in (record.config, record.plan)]
+    generation = next((section["generation"] for section in sections if "generation" in section), Generation.cpu.name)
     return bool(generation != Generation.cpu.name)
 
 
@@ -106,14 +110,14 @@ def format_time(time: datetime | str | None) -> str:
 
 def describe_machine(record: RunRecord) -> str:
     """The number and names of the GPUs, or the number of CPU cores."""
-    if record.manifest is None:
+    if not record.manifest:
         return _NOT_RECORDED
     hardware, world_size = record.manifest["hardware"], record.manifest["world_size"]
     if not hardware["gpus"]:
         return f"CPU, {hardware['cpus']} cores" + (f", {world_size} ranks" if world_size > 1 else "")
     names = Counter(gpu["name"] for gpu in hardware["gpus"])
-    found = ", ".join(f"{count} {TIMES} {name}" for name, count in names.items())
-    return f"{found}; {world_size} used" if world_size != len(hardware["gpus"]) else found
+    gpus = ", ".join(f"{count} {TIMES} {name}" for name, count in names.items())
+    return f"{gpus}; {world_size} used" if world_size != len(hardware["gpus"]) else gpus
 
 
 def describe_duration(summary: Summary) -> str:
@@ -130,14 +134,14 @@ def describe_duration(summary: Summary) -> str:
 
 def recipe_of(record: RunRecord) -> str | None:
     """A run's recipe; without a manifest the name of the parent folder. None for a run without a recipe."""
-    return record.folder.parent.name if record.manifest is None else record.manifest["recipe"]
+    return record.manifest["recipe"] if record.manifest else record.folder.parent.name
 
 
 def title_of(record: RunRecord) -> str:
     """The title or recipe of a run; without one the last parts of its model's and data's paths."""
-    if title := (record.config or {}).get("title") or recipe_of(record):
+    if title := record.config.get("title") or recipe_of(record):
         return str(title)
-    manifest = record.manifest or {}
+    manifest = record.manifest
     names = [manifest["model"]["name"], *(one["location"] for one in (manifest["dataset"] or {}).get("records", []))]
     model, *data = (Path(name).name if name.startswith(("/", "~", "book:")) else name for name in names)
     return f"{model} on {', '.join(data)}" if data else str(model)
@@ -145,7 +149,7 @@ def title_of(record: RunRecord) -> str:
 
 def main_score(record: RunRecord) -> tuple[str, dict[str, Any], dict[str, Any] | None] | None:
     """The first task's name, its score after training, and the one before; None without an evaluation."""
-    tasks, before = ((evaluation or {}).get("tasks") or {} for evaluation in (record.after, record.before))
+    tasks, before = (evaluation.get("tasks", {}) for evaluation in (record.after, record.before))
     return next(((name, task, before.get(name)) for name, task in tasks.items()), None)
 
 
@@ -153,3 +157,139 @@ def validation_of_model(record: RunRecord) -> float | None:
     """The validation loss of the weights in model/, if the best were loaded."""
     best = record.status.get("best_step")
     return next((line["validation_loss"] for line in reversed(record.validation) if line["step"] == best), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A labelled stretch of a horizontal bar, as shares of its full width."""
+
+    name: str
+    text: str
+    share: float = 0.0
+    begins: float = 0.0
+    kind: str = ""  # CSS class
+
+
+def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | None:
+    """The plan's estimates beside the measurements; None for a run without a plan.
+
+    `parts` of the planned memory of one GPU or rank, end to end; `marks` of the measured peaks; `scale` of both; `rows`
+    of name, predicted, measured and the difference; `notes` on what the predictions assume, or why there are none.
+    """
+    if not record.plan:
+        return None
+    planned, time = record.plan.get("memory_gib") or {}, record.plan.get("time") or {}
+    notes = [] if planned else [f"Memory: {_PLAN_MISSING}."]
+    if measured := record.plan.get("measured"):
+        notes.append(f"Memory: the peak is that of two steps measured on {measured['date']}; its parts are estimates.")
+    notes.append(f"Speed, {time.get('assumption') or f'not estimated: {_PLAN_MISSING}'}.")
+    keys = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
+    logged = [[gib for line in record.training for gib in line.get(key) or [] if gib is not None] for key in keys]
+    peaks = [max(values, default=None) for values in logged]
+    parts, marks, scale = _memory_stack(planned, peaks, is_on_gpus(record))
+    rows = []
+    if planned and not is_on_gpus(record):
+        rows = [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
+    elif planned:
+        rows = [
+            _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
+            _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
+        ]
+    speed = time.get("tokens_per_second_per_gpu")
+    name = f"Tokens per second and {speed_unit([record])}"
+    rows.append(_compared(name, speed, summary.tokens_per_second_per_gpu, Unit.plain))
+    is_complete = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
+    trained = sum(record.values("seconds")) if is_complete else 0.0
+    planned_s = time["hours"] * 3600 if time.get("hours") is not None else None
+    rows.append(_compared("Time of the whole training", planned_s, trained or None, Unit.seconds))
+    return {"parts": parts, "marks": marks, "scale": scale, "rows": rows, "notes": notes}
+
+
+def _memory_stack(
+    planned: dict[str, float | None], peaks: list[float | None], is_gpu: bool
+) -> tuple[list[Bar], list[Bar], str]:
+    values = {name: value or 0.0 for name, value in planned.items() if name not in _NOT_PARTS}
+    if not any(values.values()):
+        return [], [], ""
+    names = {
+        "allocated": "measured peak of tensors" if is_gpu else "measured peak of the process",
+        "reserved": "measured peak reserved for them",
+        "device": "measured in use of the GPU",
+    }
+    measured = {kind: gib for kind, gib in zip(names, peaks, strict=True) if gib is not None}
+    longest, capacity = max([sum(values.values()), *measured.values()]), planned.get("capacity")
+    full = max(longest, capacity if capacity and longest >= _SHORTEST * capacity else longest * 1.05)
+    parts, begins = [], 0.0
+    for color, (name, value) in enumerate(values.items()):
+        if value:  # an empty part is omitted but keeps its color: a part has the same color in every report
+            text, share = format_value(value, Unit.gib), value / full
+            parts.append(Bar(name=name, text=text, begins=begins, share=share, kind=str(color % 6)))
+            begins += share
+    marks = [
+        Bar(name=names[kind], text=format_value(gib, Unit.gib), begins=gib / full, kind=kind)
+        for kind, gib in measured.items()
+    ]
+    if capacity is None:
+        return parts, marks, ""
+    whose, size = "one GPU" if is_gpu else "one rank's share of this machine", format_value(capacity, Unit.gib)
+    scale = f"The full width is the {size} of {whose}."
+    if full > capacity:
+        scale = f"This is more than the {size} of {whose}."
+    elif full < capacity:
+        scale = f"The bar is magnified: {whose} has {size}."
+    return parts, marks, scale
+
+
+def _compared(name: str, predicted: float | None, measured: float | None, unit: Unit) -> tuple[str, str, str, str]:
+    difference = NO_VALUE
+    if predicted is not None and measured:
+        difference = format_value(predicted / measured - 1, Unit.share)
+        difference = difference if difference.startswith(MINUS) else f"+{difference}"
+    text = "not estimated" if predicted is None else format_value(predicted, unit)
+    return name, text, format_value(measured, unit), difference
+
+
+def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:
+    """The peak of every rank, the planned memory, and a sentence on the scale."""
+    plan, peaks = record.plan, summary.peak_memory_gib
+    if not peaks:
+        return [], ""
+    is_gpu, capacity = is_on_gpus(record), (plan.get("hardware") or {}).get("memory_gib")
+    planned = (plan.get("memory_gib") or {}).get("allocated" if is_gpu else "total")  # as the peaks are recorded
+    named = [(f"rank {rank}", peak) for rank, peak in enumerate(peaks)]
+    if len(peaks) > _MAX_RANK_BARS:
+        ordered = sorted(peaks)
+        named = [("lowest rank", ordered[0]), ("middle", ordered[len(ordered) // 2]), ("highest rank", ordered[-1])]
+    if planned is not None:
+        named.append(("planned", planned))
+    longest = capacity or max(value for _, value in named) or 1.0
+    bars = [Bar(name=name, text=format_value(gib, Unit.gib), share=min(1.0, gib / longest)) for name, gib in named]
+    whose = "one GPU's" if is_gpu else "one rank's share of this machine's"
+    return bars, f"The full width is {whose} {format_value(capacity, Unit.gib)}." if capacity else ""
+
+
+def start_bars(manifest: dict[str, Any]) -> list[Bar]:
+    """The phases to the first optimizer step; none if that step was not reached."""
+    start_up = manifest.get("start_up") or {}
+    total: float | None = start_up.get("first_step_s")
+    if not total:
+        return []
+    begins, bars = 0.0, []
+    for kind in ("launcher", "rank"):
+        for phase, seconds in start_up[kind].items():
+            share, text = min(1.0, seconds / total), format_value(seconds, Unit.seconds)
+            bars.append(Bar(name=phase, text=text, begins=min(1.0, begins / total), share=share, kind=kind))
+            begins += seconds
+    return bars
+
+
+def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested sections as (dotted key, value as text), in their order."""
+    if isinstance(value, dict) and value:
+        start = f"{prefix}." if prefix else ""
+        return [line for key, item in value.items() for line in flatten(item, f"{start}{key}")]
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return [line for index, item in enumerate(value) for line in flatten(item, f"{prefix}[{index}]")]
+    if isinstance(value, list):
+        return [(prefix, " ".join(map(str, value)) or NO_VALUE)]
+    return [(prefix, NO_VALUE if value is None or value == {} else str(value))]

@@ -32,17 +32,11 @@ def checked(run: Path, **changes: Any) -> Path:
 
 
 def test_counts_scores_and_examples(make_run: Callable[..., Path]) -> None:
-    record = read_run(checked(make_run()))
-    page = render_run(record)
+    page = render_run(read_run(checked(make_run())))
     for label, count in (("whole question", "0"), ("a part", "5 (10.0%)"), ("clean", "45 (90.0%)")):
         assert page.count(f'data-label="{label}">{count}</td>') == 2
     assert "example, item 4: part found in train.jsonl:17</p>" in page
-    assert page.count("example: 50.0% ± 7.0 on 45 items (clean), 80.0% on 5 items (part found)") == 2, "after, eval-1"
-
-
-def test_the_section_is_on_the_page_and_text_of_items_is_escaped(make_run: Callable[..., Path]) -> None:
-    page = render_run(read_run(checked(make_run())))
-    assert '<section id="contamination">' in page
+    assert page.count("example: 50.0 % ± 7.0 on 45 items (clean), 80.0 % ± 20.0 on 5 items (part found)") == 2
     assert "is it &lt;b&gt;a mill&lt;/b&gt;" in page
     assert page.count(">contaminated</span>") == 2
 

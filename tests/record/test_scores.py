@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from tunebook.record.page.scores import (
+from tunebook.record.run_record import RunRecord
+from tunebook.record.scores import (
     ScoreRow,
+    answers_of,
     compare_scores,
     later_evaluations,
     pair_samples,
     score_rows,
     split_turns,
 )
-from tunebook.record.run_record import RunRecord
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -48,13 +49,31 @@ def test_rows_of_tasks_and_groups_have_scores_with_errors() -> None:
     assert texts(group) == ["0.0 % ± 0.0", "80.0 % ± 20.0"]
 
 
-def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
-    before, after = evaluation(0.2, stderr=0.2), evaluation(0.8, stderr=0.2)
-    old, new = {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 0.0}
-    keys = (("example", None), ("example", "sort"))
-    task, group = score_rows(before, after, dict.fromkeys(keys, old), dict.fromkeys(keys, new))
-    # 0 1 1 1 0: a standard deviation of sqrt(0.3), over sqrt(5)
-    assert (changes(task), changes(group)) == (["", "+60.0 ± 24.5 points"],) * 2
+def test_the_error_of_a_change_is_that_of_the_paired_items(tmp_path: Path) -> None:
+    (tmp_path / "evaluation").mkdir()
+    records = []
+    for when, values in (("before", (0, 0, 1, 1)), ("after", (0, 1, 1, 1))):
+        answers = [
+            {"task": "example", "group": "sort" if item < 3 else "count", "item": item, "value": value}
+            for item, value in enumerate(values)
+        ]
+        lines = "".join(json.dumps(answer) + "\n" for answer in answers)
+        (tmp_path / "evaluation" / f"{when}-answers.jsonl").write_text(lines)
+        records.append(evaluation(sum(values) / 4, when=when))
+        records[-1]["tasks"]["example"]["items_sha256"] = "same"
+    pairs = [answers_of(tmp_path, record) for record in records]
+    assert pairs[1] == {
+        ("example", None): {0: 0, 1: 1, 2: 1, 3: 1},
+        ("example", "sort"): {0: 0, 1: 1, 2: 1},
+        ("example", "count"): {3: 1},
+    }
+    # 0 1 0 0: a standard deviation of 1/2, over sqrt(4)
+    assert changes(score_rows(*records, *pairs)[0]) == ["", "+25.0 ± 25.0 points"]
+    unpaired = ["", "+25.0 ± 2.8 points"]  # both errors of 0.02
+    assert changes(score_rows(*records)[0]) == changes(score_rows(*records, {}, pairs[1])[0]) == unpaired
+    assert changes(score_rows(*records, pairs[1], pairs[1])[0]) == unpaired  # the score is not their mean
+    records[1]["tasks"]["example"]["items_sha256"] = "other"
+    assert changes(score_rows(*records, *pairs)[0]) == unpaired
 
 
 def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
@@ -65,25 +84,19 @@ def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
     assert changes(task) == ["", "\N{MINUS SIGN}19.2 ± 0.0283"]  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
 
 
-def test_different_metrics_of_a_task_are_both_named() -> None:
-    after = evaluation(0.8)
-    after["tasks"]["example"]["metric"] = "acc"
-    assert [row.metric for row in score_rows(evaluation(0.2), after)] == ["exact_match / acc"] * 2
-
-
 def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
     after = evaluation(0.72)
     after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}
-    task, group = score_rows(None, after)
+    task, group = score_rows({}, after)
     assert (task.has_bar, texts(task), texts(group)) == (False, [None, "0.72 ± 0.02"], [None, "0.72 ± 0.224"])
 
 
 def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
     baseline = {"name": "look-up", "value": 0.25, "groups": {"sort": {"value": 0.4, "num_items": 5}}}
     after = evaluation(0.8, baseline=baseline)
-    assert [row.baseline for row in score_rows(None, after)] == [0.25, 0.4]
+    assert [row.baseline for row in score_rows({}, after)] == [0.25, 0.4]
     after["tasks"]["other"] = after["tasks"]["example"]
-    assert [row.baseline for row in score_rows(None, after)] == [None] * 4  # whose would it be?
+    assert [row.baseline for row in score_rows({}, after)] == [None] * 4  # whose would it be?
 
 
 def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
@@ -94,7 +107,7 @@ def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
     assert pairs[0]["before"] is None
     assert (pairs[1]["before"], pairs[1]["after"]) == (("no", False), ("yes", True))
     assert pairs[1]["task"] == "example: sort"
-    assert [pair["after"] for pair in pair_samples(before, None)] == [None] * 5
+    assert [pair["after"] for pair in pair_samples(before, {})] == [None] * 5
 
 
 def test_known_templates_are_shown_as_turns() -> None:
@@ -112,38 +125,28 @@ def test_partly_matched_prompt_is_shown_unchanged(prompt: str) -> None:
     assert split_turns(prompt) == [("", prompt)]
 
 
-def judged_evaluation(
-    when: str, values: dict[str, list[float]], folder: Path | None = None, **more: Any
-) -> dict[str, Any]:
-    """The record of an evaluation with the values of its items, and a file with its answers."""
+def judged_evaluation(when: str, values: dict[str, list[float]], **more: Any) -> dict[str, Any]:
+    """The record of an evaluation whose items have these values."""
     tasks = {
         name: {
             "metric": "exact_match", "value": sum(items) / len(items), "stderr": 0.1, "num_items": len(items),
-            "groups": {}, "items_sha256": f"{len(items)} items",
+            "groups": {},
         }
         for name, items in values.items()
     }  # fmt: skip
-    if folder is not None:
-        (folder / "evaluation").mkdir(parents=True, exist_ok=True)
-        lines = [
-            json.dumps({"task": name, "group": None, "item": number, "value": value})
-            for name, items in values.items()
-            for number, value in enumerate(items)
-        ]
-        (folder / "evaluation" / f"{when}-answers.jsonl").write_text("\n".join(lines))
     return {"when": when, "model": "model", "limit": None, "tasks": tasks, "failed": {}} | more
 
 
-def test_runs_stand_side_by_side_with_paired_differences_to_the_first(tmp_path: Path) -> None:
+def test_runs_stand_side_by_side_with_differences_to_the_first(tmp_path: Path) -> None:
     runs = [
-        RunRecord(folder=tmp_path / name, after=judged_evaluation("after", {"words": values}, tmp_path / name))
+        RunRecord(folder=tmp_path / name, after=judged_evaluation("after", {"words": values}))
         for name, values in (("a", [0, 0, 1, 1]), ("b", [0, 1, 1, 1]), ("c", [0, 0, 1]))
     ]
     (line,) = compare_scores(runs)
     assert (line.name, line.metric, line.num_items) == ("words", "exact_match", "4 / 4 / 3")
     assert texts(line) == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
-    # b: one of four items differs; c answered other items: both errors of 10 together
-    assert changes(line) == ["", "+25.0 ± 25.0 points", f"{MINUS}16.7 ± 14.1 points"]
+    # both errors of 10 together: sqrt(200)
+    assert changes(line) == ["", "+25.0 ± 14.1 points", f"{MINUS}16.7 ± 14.1 points"]
 
 
 def test_a_task_that_a_run_was_not_evaluated_on_has_no_score(tmp_path: Path) -> None:
