@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tunebook.errors import RequestError
 from tunebook.plan import draft
-from tunebook.plan.compare import compare_plans
+from tunebook.plan.alternatives import compare_plans
 
 from .plans import NO_GPU
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.plan import plan_command
+from tunebook.plan.alternatives import LongestRow, longest_row
 from tunebook.plan.draft import draft_run
-from tunebook.plan.longest import LongestRow, longest_row
 from tunebook.plan.memory.verdict import tensors_fit
 
 from .plans import NO_GPU, resolved

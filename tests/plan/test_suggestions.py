@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tunebook.plan.alternatives import suggest
 from tunebook.plan.draft import draft_run
-from tunebook.plan.suggestions import suggest
 
 from .plans import NO_GPU
 

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig
 
 from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway, ScheduleName
 from tunebook.errors import DataError
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan.architecture import read_facts
 from tunebook.train.callbacks import Records
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.restoring import apply_hyperparameters, hyperparameters, load_stored_weights

@@ -23,7 +23,7 @@ from tunebook.errors import DataError, DifferenceError, DoesNotFitError, Request
 from tunebook.evaluate.target import find_target
 from tunebook.files import sha256_file
 from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan.architecture import read_facts
 from tunebook.record.model_origin import ORIGIN_FILE, check_bound
 
 # peft asks transformers by a name that has a newer one

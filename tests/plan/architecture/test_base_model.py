@@ -10,8 +10,8 @@ import pytest
 from tunebook.config.choices import Weights
 from tunebook.errors import RequestError
 from tunebook.model.base_config import read_dtype
-from tunebook.plan.architecture import base_model
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan import architecture
+from tunebook.plan.architecture import read_facts
 
 from ...base_models import BY_BITSANDBYTES, BY_GPTQ, write_model
 
@@ -26,7 +26,7 @@ def model(tmp_path):
 def built(monkeypatch):
     """The files for which a model would have been built on the meta device."""
     files = []
-    monkeypatch.setattr(base_model, "facts_of_file", lambda file, **_: files.append(file))
+    monkeypatch.setattr(architecture, "facts_of_file", lambda file, **_: files.append(file))
     return files
 
 

@@ -29,7 +29,6 @@ from tunebook.model.base_config import DTYPES, broken_config
 from tunebook.model.linear_attention import isolate_documents, packages_for_packing
 from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture.layers import decoder_layers, quiet, text_decoder
-from tunebook.plan.architecture.packing import isolation_of
 from tunebook.plan.architecture.targets import adapters_of, is_linear
 from tunebook.train.packages import installed_version
 
@@ -92,7 +91,6 @@ def _facts(config: Any, options: dict[str, Any]) -> ModelFacts:
     inner = (largest(getattr(text, name, None)) for name in ("intermediate_size", "n_inner", "ffn_dim"))
     patterns = outermost_modules(unreached, [name for name, _ in model.named_parameters()])
     numbers = _counted(model, layers, text, unreached)
-    has_experts = numbers["active_parameters"] < numbers["parameters"]
     return ModelFacts(
         architecture=type(model).__name__,  # the loaded class; the file may name one with a vision tower
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),  # tied ones count once
@@ -110,7 +108,6 @@ def _facts(config: Any, options: dict[str, Any]) -> ModelFacts:
             attention=[kernel.name for kernel in _kernels(model, calls)],
             **numbers,
             **_widths(calls),
-            isolates=isolation_of(type(model), config, has_experts=has_experts),
             packing_packages=packages_for_packing(model),
             **adapters_of(model, patterns),
         ),

@@ -47,18 +47,13 @@ def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
     return exact[0] if exact else max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
 
 
-def stated_kinds(config: Any) -> list[tuple[Any, ...]]:
-    """What a config says about each layer: its values in lists, and whether it shares keys and values."""
+def kinds_of(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
+    """The kind of each layer: its values in the config's lists, whether it shares keys and values, and its shapes."""
     text = config.get_text_config(decoder=True)
     lists = _lists(text).values()
-    return [(repr([values[place] for values in lists]), shares) for place, shares in enumerate(_sharing(text))]
-
-
-def kinds_of(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """The kind of each layer: what the config says about it, and its shapes."""
-    stated = stated_kinds(config)[: len(layers)]
+    stated = [(repr([values[place] for values in lists]), shares) for place, shares in enumerate(_sharing(text))]
     shapes = (tuple(tuple(parameter.shape) for parameter in layer.parameters()) for layer in layers)
-    return list(itertools.zip_longest(stated, shapes))
+    return list(itertools.zip_longest(stated[: len(layers)], shapes))
 
 
 def shortened(config: Any, places: list[int]) -> Any:

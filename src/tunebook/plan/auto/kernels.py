@@ -11,12 +11,13 @@ from tunebook.config.schema import FsdpConfig, RunConfig, world_size
 from tunebook.data.mean_length import count_documents, mean_tokens
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
+    PACKED_ARCHITECTURES,
     SINK_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
     has_attention,
     without_flash_attn,
 )
-from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED, attention_facts
 from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.peaks import peak_of
@@ -25,7 +26,6 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import brings_code
 from tunebook.model.flops import flops_per_token
 from tunebook.model.parameters import adapts_parameters, has_dora
-from tunebook.plan.rules.attention import isolates
 from tunebook.train.packages import installed_version, missing_state_kernels
 
 _LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
@@ -138,17 +138,14 @@ def _goes_by_document(config: RunConfig) -> bool:
 
 def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
     """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
-    image = GENERATIONS[config.hardware.generation].image
-    if isolates(config) is False:
-        return PackingMode.padded, "the architecture cannot keep packed documents apart"
+    facts, kernel, image = config.model.facts, attention_facts(config), GENERATIONS[config.hardware.generation].image
+    if brings_code(config.model):
+        return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
+    isolating = PACKED_ARCHITECTURES if kernel.has_mask else PACKED_ARCHITECTURES | SINK_ARCHITECTURES
+    if facts is not None and facts.architecture not in isolating:
+        return PackingMode.padded, f"{facts.architecture} was not seen to keep packed documents apart with this kernel"
     is_there = image.state_kernels.__contains__ if is_planned else installed_version
     if missing := missing_state_kernels(config, is_there):
         where = f"is not in the {image.name} image" if is_planned else "is not installed here"
         return PackingMode.padded, f"packed documents are kept apart by {' and '.join(missing)}, which {where}"
-    if brings_code(config.model):
-        return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
-    facts = config.model.facts
-    is_tested = facts is None or facts.measured is None or facts.architecture in SINK_ARCHITECTURES
-    if isolates(config) is None and not is_tested:
-        return PackingMode.padded, "no small model of the architecture showed that it keeps packed documents apart"
     return PackingMode.isolated, f"rows without padding; {config.attention.implementation.name} keeps documents apart"

@@ -1,7 +1,6 @@
 """`parallelism=auto`: the fastest strategy whose estimated memory fits, with the settings that it would get.
 
-The strategies' speeds were measured on two and four H200 (benchmarks/results: h200_speed_spread.jsonl,
-h200x4_speed.jsonl): the less of a model is divided, the less the GPUs wait for each other.
+The less of a model is divided, the less the GPUs wait for each other (h200_speed_spread.jsonl, h200x4_speed.jsonl).
 """
 
 from __future__ import annotations
@@ -29,18 +28,13 @@ from tunebook.plan.rules import check
 
 @dataclass(frozen=True, kw_only=True)
 class _Tried:
-    """The run as it would be with one strategy.
-
-    `concessions`, the cost of making it fit: 2 for recomputed layers, 1 for short rows. DDP was 5% faster than FSDP of
-    gradients and optimizer, which was 7% faster than FSDP (h200x4_speed.jsonl). That exceeds the cost of recomputing
-    parts of blocks, and does not exceed what short rows lose to rows twice as long.
-    """
+    """The run as it would be with one strategy."""
 
     strategy: Strategy
     refusals: frozenset[str]  # ids of broken rules
     fits: bool | None  # by estimate; None: memory or model size unknown
     total_gib: float | None  # estimate; None: unknown
-    concessions: int
+    concessions: int  # 2 for recomputed layers, which cost more than a faster strategy gains; 1 for short rows
 
 
 def decide_strategy(decisions: Decisions) -> None:

@@ -17,13 +17,10 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory.verdict import tensors_fit
 
-# Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
-# H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
-# functions recomputed it had 27,114 in rows of 16,384 and 27,808 in rows of 32,768 (h200_selective.jsonl).
+# Longer rows make matrix products larger: 3% faster than in rows of 16,384 (h200_selective.jsonl).
 _FULL_COMPILED_ROW_TOKENS = 32_768
-# Minimum ratio to the longest row that fits without recomputation. With recomputation, a row twice as long was 8%
-# faster under FSDP (Llama 3 8B, two H200) and 1% faster on one GPU. LoRA lost twice as much in rows of 8,192 tokens,
-# and longer rows gave it no measured gain.
+# Minimum ratio to the longest row that fits without recomputation: a row twice as long was 1% to 8% faster in spite of
+# it. LoRA did not gain in rows of 8,192 tokens and more.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
 

@@ -1,0 +1,115 @@
+"""Rules about attention and packing, compiled blocks, the output head, and activations that are recomputed or tiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import Checkpointing, Compute, PackingMode
+from tunebook.config.schema import RunConfig
+from tunebook.facts.architectures import has_attention
+from tunebook.facts.attention import attention_facts
+from tunebook.facts.generations import GENERATIONS, can_run, capability_text
+from tunebook.model.parameters import has_experts
+from tunebook.plan.rules.frame import rule
+
+_KEY = "attention.implementation"
+_AUTO = f"{_KEY}=auto"
+
+
+@rule("attention-not-in-model", _KEY, _AUTO)
+def attention_not_in_model(config: RunConfig) -> Iterator[str]:
+    """Refuse a kernel that the architecture's code does not support.
+
+    Some architectures cap logits, have sinks, or ask for dropout. transformers refuses a kernel without that feature,
+    or silently takes another one.
+    """
+    kernel, facts = config.attention.implementation, config.model.facts
+    if facts is not None and facts.measured is not None and not has_attention(config, kernel):
+        yield f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
+
+
+@rule("flash-attention-below-ampere", _KEY, _AUTO)
+def flash_attention_below_ampere(config: RunConfig) -> Iterator[str]:
+    """Refuse flash attention if the generation cannot run it.
+
+    flash-attn 2 needs compute capability 8.0, flash-attn 4 needs 9.0. An older GPU fails at the first step.
+    """
+    kernel, generation = config.attention.implementation, config.hardware.generation
+    if generation in GENERATIONS and not can_run(kernel, generation):
+        needed = capability_text(attention_facts(config).oldest or (0, 0))
+        yield f"{kernel.name} needs a GPU of compute capability {needed}, and hardware.generation is {generation.name}"
+
+
+@rule("flash-attention-in-fp32", _KEY, _AUTO)
+def flash_attention_in_fp32(config: RunConfig) -> Iterator[str]:
+    """Refuse flash attention in fp32: the kernels exist for fp16 and bf16 only."""
+    if attention_facts(config).is_flash and config.precision.compute is Compute.fp32:
+        yield f"{config.attention.implementation.name} computes in fp16 or bf16 only, and precision.compute is fp32"
+
+
+@rule("flash-attention-not-deterministic", _KEY, f"{_KEY}=sdpa", is_error=False)
+def flash_attention_not_deterministic(config: RunConfig) -> Iterator[str]:
+    """Warn about deterministic training with flash attention.
+
+    The backward pass adds the gradients of queries in the order in which blocks finish. flash-attn 2 has a
+    deterministic way that is slower and needs more memory; others may differ in the last bits between runs.
+    """
+    if attention_facts(config).is_flash and config.training.deterministic:
+        yield "its backward pass may differ in the last bits although training.deterministic is true"
+
+
+@rule("varlen-attention-padded", _KEY, f"packing.mode=isolated or {_AUTO}")
+def varlen_attention_padded(config: RunConfig) -> Iterator[str]:
+    """Refuse varlen attention with rows that are not packed: it does not support padding."""
+    if attention_facts(config).needs_lengths and config.packing.mode is not PackingMode.isolated:
+        kernel, mode = config.attention.implementation.name, config.packing.mode.name
+        yield f"{kernel} computes packed rows only, and packing.mode is {mode}"
+
+
+@rule("compiled-layers-not-possible", "model.compile_layers", "model.compile_layers=false")
+def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
+    """Refuse compiled blocks with Liger's kernels, with flash-attn's packages, or with sdpa_by_document.
+
+    torch cannot compile a block that calls Liger's kernels (torch 2.11, liger-kernel 0.8.5). transformers' function
+    for flash-attn reads the number of the calling block, so torch compiles each block again and stops after eight.
+    sdpa_by_document reads on the host how long the documents of a row are.
+    """
+    if config.model.compile_layers and config.model.liger_kernel:
+        yield "blocks that call Liger's kernels cannot be compiled"
+    if config.model.compile_layers and not attention_facts(config).compiles_with_blocks:
+        yield f"blocks with attention.implementation={config.attention.implementation.name} cannot be compiled as one"
+
+
+@rule("one-pass-head-in-fp16", "model.one_pass_head", "model.one_pass_head=false")
+def one_pass_head_in_fp16(config: RunConfig) -> Iterator[str]:
+    """Refuse head gradients computed in the forward pass in a format that needs loss scaling.
+
+    They are made before the loss is scaled, so what is below fp16's smallest number is lost.
+    """
+    if config.model.one_pass_head and config.precision.compute is Compute.fp16:
+        yield "in fp16 gradients are made after the loss is scaled, which is after the forward pass"
+
+
+@rule("selective-without-compiled-blocks", "activation.checkpointing", "activation.checkpointing=enabled")
+def selective_without_compiled_blocks(config: RunConfig) -> Iterator[str]:
+    """Refuse selective checkpointing without compiled blocks, which alone can be split."""
+    if config.activation.checkpointing is Checkpointing.selective and not config.model.compile_layers:
+        yield "only compiled blocks can recompute some of their activations and keep the others"
+
+
+@rule("mlp-tiles-not-possible", "activation.mlp_tile_tokens", "activation.mlp_tile_tokens=null")
+def mlp_tiles_not_possible(config: RunConfig) -> Iterator[str]:
+    """Refuse MLPs in tiles where layers are not recomputed whole, are compiled, or send tokens to experts.
+
+    A tile keeps its input and computes the rest once more in the backward pass. Blocks would be compiled again for
+    each number of tiles, and in fp8 each tile would have its own scale. Experts get the tokens of the whole row.
+    """
+    facts = config.model.facts
+    if config.activation.mlp_tile_tokens is None:
+        return
+    if config.activation.checkpointing not in (Checkpointing.enabled, Checkpointing.auto):
+        yield "tiles are for layers that are recomputed: activation.checkpointing=enabled"
+    if config.model.compile_layers or config.precision.compute is Compute.fp8:
+        yield "tiles do not go with model.compile_layers=true or precision.compute=fp8"
+    if facts is not None and has_experts(facts):
+        yield f"{facts.architecture} sends tokens to experts"
