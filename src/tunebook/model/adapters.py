@@ -85,8 +85,8 @@ def require_patterns(config: RunConfig, adapted: Any) -> None:
         unmatched = [name for name in names if name not in known]
         if unmatched:
             raise RequestError(
-                f"peft.{key}: {unmatched[0]} is not in the model or gets no adapter; adapters are on "
-                f"{', '.join(sorted(layers))}",
+                f"peft.{key}: {unmatched[0]} is the name of no layer that it can apply to; it takes one of "
+                f"{', '.join(sorted(known))}",
                 problem_id="adapter-module-unknown",
             )
 
