@@ -49,13 +49,14 @@ def suggest(draft: Draft) -> list[Suggestion]:
         ["peft=qlora"],
         [f"training.max_length={half}", *([f"packing.row_length={half}"] if config.packing.row_length else [])],
     ]
-    found = []
+    suggestions = []
     for overrides in candidates:
         tried = draft_run(draft.recipe, [*draft.overrides, *overrides], draft.recipes_dirs, draft.machine)
         if tried.memory is None or tried.memory.total is None or tried.config == config:
             continue
-        found.append(Suggestion(overrides=overrides, total_gib=tried.memory.total, fits=tried.fits is True))
-    return [each for each in found if each.fits] or sorted(found, key=lambda each: each.total_gib)[:1]
+        suggestions.append(Suggestion(overrides=overrides, total_gib=tried.memory.total, fits=tried.fits is True))
+    fitting = [suggestion for suggestion in suggestions if suggestion.fits]
+    return fitting or sorted(suggestions, key=lambda suggestion: suggestion.total_gib)[:1]
 
 
 # The longest row

@@ -17,10 +17,10 @@ _known: dict[Path, Any] = {}  # in this process, by the file that keeps it
 _announced: set[str] = set()
 
 
-def answered(folder: str, asked: Any, find: Callable[[], Any], notice: str) -> Any:
+def answered(folder: str, inputs: Any, find: Callable[[], Any], notice: str) -> Any:
     """The answer, as JSON, from the cache folder or from `find`. A terminal gets the notice before it is found."""
     versions = {package: installed_version(package) for package in _PACKAGES}
-    question = json.dumps([_FORM, versions, asked], sort_keys=True, default=str)
+    question = json.dumps([_FORM, versions, inputs], sort_keys=True, default=str)
     file = cache_root() / folder / f"{sha256_text(question)}.json"
     if file not in _known:
         try:

@@ -207,13 +207,15 @@ def test_settings_of_a_named_strategy_are_not_thrown_away(run, machine, settings
 
 
 def test_gpus_that_cannot_work_together_leave_one(run, machine):
-    resolution = resolve_auto(run(kernel=Attention.auto), machine(H200, V100))
+    config = run(kernel=Attention.auto)
+    config.packing.row_length, config.activation.checkpointing = 2048, Checkpointing.disabled
+    resolution = resolve_auto(config, machine(H200, V100))
     hardware = resolution.config.hardware
     assert (hardware.generation, hardware.gpus_per_node) == (Generation.hopper, 1)
     assert (chosen(resolution), resolution.problem) == ("single", None)
     whole = machine(H200, H200, memory=20.0)
     slices = replace(whole, gpus=[replace(gpu, is_mig=True) for gpu in whole.gpus])
-    assert resolve_auto(run(), slices).config.hardware.gpus_per_node == 1
+    assert resolve_auto(config, slices).config.hardware.gpus_per_node == 1
 
 
 def test_a_number_of_gpus_that_was_asked_for_is_kept(run, machine):

@@ -50,7 +50,7 @@ def uncompiled_reason(config: RunConfig) -> str | None:
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
     is_wrapped = isinstance(settings, FsdpConfig) and bool(settings.wrap_classes)
     architecture = "" if facts is None else facts.architecture
-    against = [
+    reasons = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
         (compute not in (Compute.bf16, Compute.fp8), f"blocks were not compiled in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
@@ -69,7 +69,7 @@ def uncompiled_reason(config: RunConfig) -> str | None:
         (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
         (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
     ]
-    return next((reason for is_against, reason in against if is_against), None)
+    return next((reason for is_against, reason in reasons if is_against), None)
 
 
 def _is_too_short(config: RunConfig) -> bool:
@@ -107,23 +107,23 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
     Without flash-attn it is torch's own kernel for packed rows if possible, else the nearest one. Runs planned for
     another machine use an image that has flash-attn.
     """
-    other, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
+    fallback, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
     if config.parallelism.sequence_group_size > 1:
-        is_by_document = other is not COMPILED and has_attention(config, BY_DOCUMENT)
-        return BY_DOCUMENT if is_by_document else other, "torch's own kernels for packed rows let GPUs share rows"
+        is_by_document = fallback is not COMPILED and has_attention(config, BY_DOCUMENT)
+        return BY_DOCUMENT if is_by_document else fallback, "torch's own kernels for packed rows let GPUs share rows"
     if generation is not Generation.cpu and compute is Compute.fp32 and _goes_by_document(config):
         return BY_DOCUMENT, "in fp32 packed rows were 1.5 x as fast so as with the mask of a whole row (one H200)"
     if not can_run(INSTALLED, generation):
-        return other, "flash attention needs a GPU of compute capability 8.0"
+        return fallback, "flash attention needs a GPU of compute capability 8.0"
     if compute is Compute.fp32:
-        return other, "flash attention computes in bf16 or fp16 only"
+        return fallback, "flash attention computes in bf16 or fp16 only"
     if config.model.compile_layers:
-        return other, "flash-attn's packages do not compile with the blocks"
+        return fallback, "flash-attn's packages do not compile with the blocks"
     if not has_attention(config, INSTALLED):
-        return other, f"the architecture cannot attend by {INSTALLED.name}"
+        return fallback, f"the architecture cannot attend by {INSTALLED.name}"
     image, package = GENERATIONS[generation].image.name, str(ATTENTIONS[INSTALLED].package)
     if not is_planned and installed_version(package) is None:
-        return other, f"the package {package} is not installed here; the {image} image has it"
+        return fallback, f"the package {package} is not installed here; the {image} image has it"
     return INSTALLED, f"the fastest stable kernel on {generation.name}"
 
 
@@ -144,8 +144,8 @@ def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, st
     isolating = PACKED_ARCHITECTURES if kernel.has_mask else PACKED_ARCHITECTURES | SINK_ARCHITECTURES
     if facts is not None and facts.architecture not in isolating:
         return PackingMode.padded, f"{facts.architecture} was not seen to keep packed documents apart with this kernel"
-    is_there = image.state_kernels.__contains__ if is_planned else installed_version
-    if missing := missing_state_kernels(config, is_there):
+    version_of = image.state_kernels.__contains__ if is_planned else installed_version
+    if missing := missing_state_kernels(config, version_of):
         where = f"is not in the {image.name} image" if is_planned else "is not installed here"
         return PackingMode.padded, f"packed documents are kept apart by {' and '.join(missing)}, which {where}"
     return PackingMode.isolated, f"rows without padding; {config.attention.implementation.name} keeps documents apart"

@@ -66,8 +66,8 @@ class Ledger:
 
     def parts(self) -> dict[Kind, float]:
         """Bytes of each kind at the peak."""
-        there = self.at(self.peak)
-        return {kind: _total(row for row in there if row.kind is kind) for kind in Kind}
+        rows = self.at(self.peak)
+        return {kind: _total(row for row in rows if row.kind is kind) for kind in Kind}
 
 
 def page_locked(num_bytes: float) -> float:

@@ -110,9 +110,9 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
         done = share * (head + layer)
         yield Row("gradients of the head and a layer", Kind.gradients, done, Moment.middle, Moment.middle)
         later = share * (parameters.trained_embeddings + layer)  # the first layer's is counted as it is computed
-    there = max(0.0, trained - later)
-    yield Row("gradients of the layers and the head", Kind.gradients, there, Moment.first, Moment.sent)
-    yield Row("gradients that come last", Kind.gradients, trained - there, Moment.end, Moment.sent)
+    early = max(0.0, trained - later)
+    yield Row("gradients of the layers and the head", Kind.gradients, early, Moment.first, Moment.sent)
+    yield Row("gradients that come last", Kind.gradients, trained - early, Moment.end, Moment.sent)
 
 
 # Buffers
@@ -168,23 +168,23 @@ def _embedding_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     unit with the last norm.
     """
     ranks, element = world_size(config), bytes_per_compute_value(config)
-    is_away, is_tied, is_full = offloads_parameters(config), facts.tie_word_embeddings, _is_full(config)
+    is_offloaded, is_tied, is_full = offloads_parameters(config), facts.tie_word_embeddings, _is_full(config)
     keeps_all = strategy_facts(config).keeps_gathered
-    one = float(element * count_parameters(config, facts).embeddings)
-    fetched = one * _fetched_bytes_per_weight(config) / element
-    if ranks == 1 and is_away:
-        yield _row("embeddings fetched from the host", fetched + one, Moment.start, Moment.start)
+    matrix = float(element * count_parameters(config, facts).embeddings)
+    fetched = matrix * _fetched_bytes_per_weight(config) / element
+    if ranks == 1 and is_offloaded:
+        yield _row("embeddings fetched from the host", fetched + matrix, Moment.start, Moment.start)
     is_one_at_a_time = ranks == 1 and not is_tied and not keeps_all
     until = Moment.reduce if is_one_at_a_time and is_full else Moment.last
     if is_tied and is_full and ranks > 1:
         until = Moment.first
-    yield _row("gathered embeddings and output head", one, Moment.forward, until)
+    yield _row("gathered embeddings and output head", matrix, Moment.forward, until)
     if not is_tied and not is_one_at_a_time:
         until = Moment.last if keeps_all else Moment.reduce
-        yield _row("embeddings, or gather buffer of the output head", one, Moment.forward, until)
-    is_there = (ranks == 1 or not is_away) if is_tied else ranks > 1  # an untied one in both rows above
-    arriving = fetched if ranks == 1 else one
-    yield _row("output head being gathered", 0.0 if is_there else arriving, Moment.gather, Moment.gather)
+        yield _row("embeddings, or gather buffer of the output head", matrix, Moment.forward, until)
+    is_gathered = (ranks == 1 or not is_offloaded) if is_tied else ranks > 1  # an untied one in both rows above
+    arriving = fetched if ranks == 1 else matrix
+    yield _row("output head being gathered", 0.0 if is_gathered else arriving, Moment.gather, Moment.gather)
 
 
 def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
@@ -204,8 +204,8 @@ def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     yield _row("gather buffer of the output head", head, Moment.head, Moment.head)
     # The head's gradient is copied to fp32 for its reduction and freed: 4 bytes of each number, of which another row,
     # "gradient of the head", counts 2 (torch 2.13, _fsdp_collectives.py, foreach_reduce).
-    is_away = offloads_parameters(config) and not keeps_all and layers > 1
-    at_last = head if is_away else 2 * head
+    is_offloaded = offloads_parameters(config) and not keeps_all and layers > 1
+    at_last = head if is_offloaded else 2 * head
     yield _row("gradient of the output head in transit, and embeddings", at_last, Moment.last, Moment.last)
 
 
@@ -309,20 +309,20 @@ def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> I
     the embeddings again for the head that arrives, whose gradient is in fp32.
     """
     ranks, parameters, element = world_size(config), count_parameters(config, facts), bytes_per_weight(config)
-    is_away, head = offloads_parameters(config), float(element * parameters.embeddings)
+    is_offloaded, head = offloads_parameters(config), float(element * parameters.embeddings)
     live = settings.max_live_parameters or _LIVE_PARAMETERS
-    if is_away and _is_full(config) and not facts.tie_word_embeddings:
+    if is_offloaded and _is_full(config) and not facts.tie_word_embeddings:
         live += parameters.embeddings  # measured: an untied head came on top (4 layers of Qwen2.5-7B)
     kept = element * float(max(min(parameters.layers + parameters.embeddings, live), parameters.embeddings))
     yield _row("reduce bucket", float(element * (settings.reduce_bucket_size or 0)), Moment.start, Moment.end)
     if ranks == 1:
         fetched = element * min(facts.num_parameters, live) + head + 4.0 * parameters.trained_head
-        yield _row("parameters from the host", fetched if is_away else 0.0, Moment.forward, Moment.last)
+        yield _row("parameters from the host", fetched if is_offloaded else 0.0, Moment.forward, Moment.last)
         return
     yield _row("gathered parameters", kept, Moment.forward, Moment.last)
     # The gather buffer, and a copy to the parameter: 5.8 GiB for Qwen3-8B's 2.3 of embeddings on two H200. With
     # adapters no layer is gathered at that moment.
-    arriving = (1 + 1 / ranks) * head - (0.0 if _is_full(config) or is_away else kept - head)
+    arriving = (1 + 1 / ranks) * head - (0.0 if _is_full(config) or is_offloaded else kept - head)
     yield _row("output head being gathered", arriving, Moment.gather, Moment.gather)
     if not facts.tie_word_embeddings:  # bf16, and each rank's share in fp32 (2.9 GiB for Qwen2.5-14B's of 2.9)
         is_cast = config.precision.compute is not Compute.fp32

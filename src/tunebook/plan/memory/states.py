@@ -50,10 +50,10 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
 
     DeepSpeed moves gradients to the device of the optimizer step through buckets, which `plan.memory.rows` counts.
     """
-    states, away = state_bytes_with_offloaded(config, facts), offloaded_states(config)
-    if "offload_parameters" in away:
+    states, offloaded = state_bytes_with_offloaded(config, facts), offloaded_states(config)
+    if "offload_parameters" in offloaded:
         states = replace(states, weights=0.0)
-    if "offload_optimizer" in away or (away and isinstance(config.parallelism, FsdpConfig)):
+    if "offload_optimizer" in offloaded or (offloaded and isinstance(config.parallelism, FsdpConfig)):
         return replace(states, gradients=0.0, optimizer=0.0)
     return replace(states, optimizer=states.optimizer - paged_bytes(config, facts))
 

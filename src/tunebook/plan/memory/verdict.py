@@ -130,14 +130,14 @@ def _unknown(names: list[str], capacity: float | None) -> MemoryPlan:
     return MemoryPlan(parts=dict.fromkeys(names), capacity=capacity, fits=None, verdict=verdict)
 
 
-def _judge(what: str, capacity: float | None, key: str, *, most: float, least: float) -> tuple[bool | None, str]:
+def _judge(numbers: str, capacity: float | None, key: str, *, most: float, least: float) -> tuple[bool | None, str]:
     """Fits if `most` GiB are no more than the capacity; does not fit if `least` GiB are more."""
     if capacity is None:
-        return None, f"whether it fits is not known, since {key} is not set: {what}"
-    what = f"{what}, of {capacity:,g} GiB"
+        return None, f"whether it fits is not known, since {key} is not set: {numbers}"
+    numbers = f"{numbers}, of {capacity:,g} GiB"
     if least > capacity:
-        return False, f"does not fit: {what}"
-    return (None, f"whether it fits is not known: {what}") if most > capacity else (True, f"fits: {what}")
+        return False, f"does not fit: {numbers}"
+    return (None, f"whether it fits is not known: {numbers}") if most > capacity else (True, f"fits: {numbers}")
 
 
 def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
@@ -210,7 +210,7 @@ def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Mea
     held = max([peak, *measurement.memory_reserved_gib, *measurement.memory_device_gib])
     is_cpu = config.hardware.generation is Generation.cpu
     tensors = max(0.0, peak - PROCESS_BYTES / GIB) if is_cpu else peak
-    what = f"{steps}, took {gib_text(tensors)} of tensors and {gib_text(held)} in all"
-    fits, verdict = _judge(what, estimated.capacity, "hardware.memory_gib", most=held, least=tensors)
+    numbers = f"{steps}, took {gib_text(tensors)} of tensors and {gib_text(held)} in all"
+    fits, verdict = _judge(numbers, estimated.capacity, "hardware.memory_gib", most=held, least=tensors)
     parts = estimated.parts | {"overhead": held - tensors}
     return replace(estimated, parts=parts, total=held, fits=fits, verdict=verdict, measured=measurement)

@@ -34,7 +34,8 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or facts.measured is None:
         return
-    layers, adapted = {*facts.measured.adapters, *facts.measured.expert_adapters}, adapted_layers(config)
+    experts = {*facts.measured.expert_adapters}
+    layers, adapted = experts.union(facts.measured.adapters), experts.union(adapted_layers(config))
     for field, names, known in (
         ("target_modules", peft.target_modules, layers.union(EMBEDDINGS)),
         ("rank_pattern", peft.rank_pattern, adapted),
