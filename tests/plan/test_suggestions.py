@@ -7,7 +7,8 @@ from tunebook.plan.draft import draft_run
 
 from .plans import NO_GPU
 
-ON_A_SMALL_GPU = ["hardware=ampere", "hardware.gpus_per_node=1", "hardware.memory_gib=24", "parallelism=single"]
+ON_AMPERE = ["hardware=ampere", "model.compile_layers=false", "packing.row_length=1024", "training.max_length=1024"]
+ON_A_SMALL_GPU = [*ON_AMPERE, "hardware.gpus_per_node=1", "hardware.memory_gib=24", "parallelism=single"]
 
 
 def suggested(recipe: str, *words: str) -> dict[str, tuple[bool, float]]:
@@ -24,7 +25,7 @@ def test_all_that_fit_are_suggested() -> None:
 
 
 def test_with_several_gpus_states_are_divided() -> None:
-    assert "parallelism=fsdp" in suggested("llama3_8b_ddp", "hardware=ampere", "hardware.memory_gib=40")
+    assert "parallelism=fsdp" in suggested("llama3_8b_ddp", *ON_AMPERE, "hardware.memory_gib=40")
 
 
 def test_the_least_memory_is_named_if_nothing_fits() -> None:

@@ -6,9 +6,8 @@ seen working on GPUs are enabled. All others stay disabled, with the reason; mod
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source
-from tunebook.config.schema import FsdpConfig, RunConfig, world_size
-from tunebook.data.mean_length import count_documents, mean_tokens
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     PACKED_ARCHITECTURES,
@@ -18,29 +17,24 @@ from tunebook.facts.architectures import (
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED, attention_facts
-from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
-from tunebook.facts.peaks import peak_of
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import brings_code
-from tunebook.model.flops import flops_per_token
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.train.packages import installed_version, missing_state_kernels
 
-_LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
+_FEW_PARAMETERS = 50_000_000  # compiling takes 20 s and more, which runs of a model so small hardly gain
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
-    """Compile the blocks if that was seen working and the run is long enough to gain by it.
+    """Compile the blocks if that was seen working.
 
     `missing_for_triton`: what Triton needs and the launching machine lacks.
     """
     why = uncompiled_reason(config)
     if why is None and missing_for_triton is not None:
         why = f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
-    if why is None and _is_too_short(config):
-        why = f"the run is too short: compiling costs at least {COMPILE_SECONDS:.0f} s"
     return why is None, why or "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
 
 
@@ -66,29 +60,11 @@ def uncompiled_reason(config: RunConfig) -> str | None:
         (adapts_parameters(config), "adapters on parameters break compiled blocks apart"),
         (config.peft.method is PeftMethod.qlora, "blocks were not compiled over a quantized base"),
         (facts is None, "the model's architecture is not known before it is loaded"),
+        (facts is not None and facts.num_parameters < _FEW_PARAMETERS, "a small model gains less than compiling costs"),
         (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
         (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
     ]
     return next((reason for is_against, reason in reasons if is_against), None)
-
-
-def _is_too_short(config: RunConfig) -> bool:
-    """Whether compiling costs more time than all steps can gain by it; false if the run's length is unknown.
-
-    A few steps on generated documents measure the run that they stand for, which is longer.
-    """
-    training, facts = config.training, config.model.facts
-    mean, documents = mean_tokens(config), count_documents(config)
-    if facts is None or mean is None or config.dataset.source is Source.synthetic:
-        return False
-    tokens = None if documents is None else documents * mean * training.num_epochs
-    if training.max_steps is not None:
-        tokens = training.max_steps * (training.global_tokens or mean * (training.global_samples or 0))
-    peak = peak_of(config.hardware.generation, config.precision.compute, gpu_name=None, uses_tf32=False)
-    if tokens is None or peak is None:
-        return False
-    seconds = tokens * flops_per_token(facts, mean) / (world_size(config) * _LOW_SHARE * peak.tflops * 1e12)
-    return seconds * (largest_gain(facts.num_parameters) - 1) < COMPILE_SECONDS
 
 
 def decide_head(config: RunConfig) -> tuple[bool, str]:
