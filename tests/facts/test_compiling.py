@@ -1,13 +1,11 @@
 """What the terminal says of compilations that take long in silence."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tunebook.config.choices import Generation
-from tunebook.facts.compiling import COMPILE_SECONDS, compilation_notice, largest_gain
+from tunebook.facts.compiling import compilation_notice
 
 from ..plan.plans import resolved
 
@@ -35,31 +33,3 @@ def test_kernels_of_packages_are_compiled_on_gpus():
     assert compilation_notice(config) is None, "a CPU calls none of them"
     config.hardware.generation = Generation.hopper
     assert "Triton the kernels of fla-core" in compilation_notice(config)
-
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-
-
-def recorded(file):
-    return {line["name"]: line for line in map(json.loads, (RESULTS / file).read_text().splitlines())}
-
-
-def test_what_compiling_costs_and_gains_is_what_was_recorded():
-    runs = recorded("h100_smollm2.jsonl")
-    empty, full = (
-        runs[f"smollm2_135m_boolq-seed-42{again}"]["training_s"]
-        + runs[f"smollm2_135m_boolq-seed-42{again}"]["start_up"]["rank"]["checks"]
-        for again in ("", "-again")
-    )
-    assert empty - full == pytest.approx(COMPILE_SECONDS, abs=0.05)
-    by_name = recorded("h200x2_architectures.jsonl")
-    pairs = [(line, by_name.get(name.replace("_compiled_lora", "_lora").replace("_compiled", "_plain")))
-             for name, line in by_name.items() if "_compiled" in name]  # fmt: skip
-    ratios = [other["seconds_per_step"] / line["seconds_per_step"] for line, other in pairs if other is not None
-              and line.get("seconds_per_step") and other.get("seconds_per_step")]  # fmt: skip
-    assert len(ratios) > 10
-    assert max(ratios) == pytest.approx(largest_gain(494_032_768), abs=0.005)
-    lines = [json.loads(line) for line in (RESULTS / "h100_hopper_image.jsonl").read_text().splitlines()]
-    compiled = [line["tokens_per_second"] for line in lines if line["name"].startswith("smollm2_135m_boolq-")]
-    plain = [line["tokens_per_second"] for line in lines if line["name"] == "boolq-uncompiled"]
-    assert max(compiled) / min(plain) == pytest.approx(largest_gain(134_515_008), abs=0.05)

@@ -1,4 +1,7 @@
-"""What every recipe resolves to on the machine of its source: the plan in `plans.yaml`, all values in `runs.yaml`."""
+"""What every recipe resolves to on the machine of its source: the plan in `plans.yaml`, all values in `runs.yaml`.
+
+Planning all of them takes minutes without a cache, so a usual run of the tests takes some.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from tests.golden.record import check
+from tests.golden.record import check, read
 from tunebook.config.book import find_recipes
 from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
 from tunebook.config.schema import SlurmConfig
@@ -25,9 +29,12 @@ BATCH = ("global_samples", "global_tokens", "world_size", "accumulation", "micro
          "documents_per_step", "tokens_per_step", "steps_per_epoch", "total_steps", "sequence_group_size")  # fmt: skip
 
 
+SOME = ("quickstart", "qwen3b_zero2", "llama3_8b_ddp", "zero3_lora", "dolly3b_ray_zero3_offload", "gpt_oss_20b_lora")
+
+
 @cache
-def drafts() -> dict[str, Draft]:
-    return {recipe: draft_run(recipe, [], [], NO_GPU) for recipe in find_recipes([])}
+def draft_of(recipe: str) -> Draft:
+    return draft_run(recipe, [], [], NO_GPU)
 
 
 def plan(draft: Draft) -> dict[str, Any]:
@@ -49,11 +56,17 @@ def plan(draft: Draft) -> dict[str, Any]:
     }
 
 
-def test_plans() -> None:
-    def tolerance(path: str) -> float:
-        return 0.2 if path.endswith("memory_gib") and "/choices/" not in path else 0.0
+def tolerance(path: str) -> float:
+    return 0.2 if path.endswith("memory_gib") and "/choices/" not in path else 0.0
 
-    check("plans", {recipe: plan(draft) for recipe, draft in drafts().items()}, tolerance)
+
+@pytest.mark.nightly
+def test_plans() -> None:
+    check("plans", {recipe: plan(draft_of(recipe)) for recipe in find_recipes([])}, tolerance)
+
+
+def test_plans_of_some_recipes() -> None:
+    check("plans", {recipe: plan(draft_of(recipe)) for recipe in SOME}, tolerance, is_part=True)
 
 
 def values(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -65,12 +78,14 @@ def values(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
+def resolved_values(recipe: str) -> dict[str, Any]:
+    return values(yaml.load(config_to_yaml(draft_of(recipe).config), Loader=yaml.CSafeLoader))
+
+
+@pytest.mark.nightly
 def test_resolved_configurations() -> None:
     """Values that more than half of the recipes have are written once."""
-    of = {
-        name: values(yaml.load(config_to_yaml(draft.config), Loader=yaml.CSafeLoader))
-        for name, draft in drafts().items()
-    }
+    of = {recipe: resolved_values(recipe) for recipe in find_recipes([])}
     counts = Counter((key, json.dumps(value)) for run in of.values() for key, value in run.items())
     usual = {key: json.loads(value) for (key, value), number in counts.items() if number > len(of) / 2}
     recipes = {
@@ -79,3 +94,12 @@ def test_resolved_configurations() -> None:
         for name, run in of.items()
     }
     check("runs", {"usual": usual, "recipes": recipes})
+
+
+@pytest.mark.parametrize("recipe", SOME)
+def test_resolved_configurations_of_some_recipes(recipe: str) -> None:
+    recorded = read("runs")
+    expected = {
+        key: value for key, value in (recorded["usual"] | recorded["recipes"][recipe]).items() if value != "(absent)"
+    }
+    assert resolved_values(recipe) == expected

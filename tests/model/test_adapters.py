@@ -255,6 +255,9 @@ def test_a_rank_of_its_own_that_peft_would_ignore_is_refused_when_the_adapter_is
     config.peft.alpha_pattern["up"] = 1.0
     with pytest.raises(RequestError, match=r"peft.alpha_pattern: up is the name of no layer .* one of down_proj, gate"):
         require_patterns(config, adapted)
+    config.peft.alpha_pattern, config.peft.modules_to_save = {}, ["lm_head", "nom"]
+    with pytest.raises(RequestError, match=r"peft.modules_to_save: nom is"):
+        require_patterns(config, adapted)
 
 
 EXPERTS = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]

@@ -9,15 +9,14 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.plan import plan_command
+from tunebook.plan.alternatives import LongestRow, longest_row
 from tunebook.plan.draft import draft_run
-from tunebook.plan.longest import LongestRow, longest_row
 from tunebook.plan.memory.verdict import tensors_fit
 
 from .plans import NO_GPU, resolved
 
 RECIPE = ("qwen3_4b_lora", "peft=full", "hardware=hopper", "hardware.memory_gib=79.6", "parallelism=zero3")
 IN_A_GROUP = ("hardware.gpus_per_node=2", "parallelism.sequence_group_size=2")
-MANY_POSITIONS = "model.facts.max_position_embeddings=1048576"
 
 
 def longest(*words: str) -> LongestRow:
@@ -37,29 +36,12 @@ def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
     assert not row.has_all_positions
 
 
-def test_two_gpus_hold_a_row_twice_as_long_of_the_same_states() -> None:
-    kept = ("activation=stored", "model.compile_layers=false", MANY_POSITIONS)
-    alone, shared = (longest(*kept, *words).tokens for words in (("hardware.gpus_per_node=2",), IN_A_GROUP))
-    assert 1.8 * alone < shared <= 2 * alone  # what the exchange keeps takes a few percent of it
-
-
 def test_where_nothing_fits_or_nothing_is_known() -> None:
     assert longest("hardware.memory_gib=8", "hardware.gpus_per_node=1", "activation=stored").tokens == 0
     offloaded = ("parallelism=zero2_offload", "hardware.gpus_per_node=2", "activation=stored")
     assert longest(*offloaded, "hardware.memory_gib=140", "hardware.host_memory_gib=40").tokens == 0
     unknown = ["model=hub", "model.name=a/b", "dataset=synthetic", "hardware=hopper", "hardware.gpus_per_node=1"]
     assert longest_row(draft_run(None, unknown, [], NO_GPU)) is None
-
-
-def test_inputs_of_layers_on_the_host_take_blocks_of_a_power_of_two() -> None:
-    """Two shared rows of Qwen3-4B in fp32: 36 inputs of up to 2 GiB on each GPU, which a longer row would double."""
-    words = (
-        "parallelism=fsdp", *IN_A_GROUP, MANY_POSITIONS, "precision.master_weights=fp32",
-        "activation=checkpointing", "activation.mlp_tile_tokens=4096", "activation.offload=true",
-        "hardware.memory_gib=140",
-    )  # fmt: skip
-    free, held = (longest(*words, f"hardware.host_memory_gib={gib}").tokens for gib in (512, 256))
-    assert held == 2**31 // 2560 // 4 * 2 // 256 * 256 < free
 
 
 def test_the_command_prints_it_and_adds_it_to_the_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,9 +56,3 @@ def test_the_command_prints_it_and_adds_it_to_the_json(capsys: pytest.CaptureFix
     assert lines[1].split()[:2] == ["training.max_length=40960", "packing.row_length=40960"]
     assert plan_command(recipe, words, [], console, is_longest=True, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["longest"]["tokens"] == 40_960
-
-
-def test_the_longest_padded_row_is_not_limited_by_the_documents_that_would_be_generated() -> None:
-    words = ("packing=padded", "hardware.gpus_per_node=8", "dataset=synthetic")
-    long, short = (longest(*words, f"dataset.synthetic.max_tokens={tokens}") for tokens in (100_000, 256))
-    assert long == short and long.tokens > 256

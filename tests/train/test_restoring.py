@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, TrainerControl, TrainerState, TrainingA
 from tunebook.config.choices import PackingMode, ResumeAnyway, ScheduleName
 from tunebook.config.schema import TrainingConfig
 from tunebook.errors import DataError
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan.architecture import read_facts
 from tunebook.train.callbacks import EarlyStopping
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.records import Records

@@ -142,7 +142,7 @@ def plan(
     if len(options) > 1 and (compare or as_yaml):
         raise RequestError(f"{' and '.join(options)} print different things; type one of them", problem_id="plan-form")
     if compare:
-        from tunebook.plan.compare import compare_plans
+        from tunebook.plan.alternatives import compare_plans
 
         raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, make_console()))
     code = plan_command(

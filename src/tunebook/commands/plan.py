@@ -14,11 +14,10 @@ from tunebook.commands.train import show_decisions, show_job
 from tunebook.errors import RequestError
 from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model
+from tunebook.plan.alternatives import LongestRow, Suggestion, longest_row, suggest
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
-from tunebook.plan.longest import LongestRow, longest_row
 from tunebook.plan.memory.verdict import judge_measurement, plan_memory
 from tunebook.plan.show import host_memory_lines, memory_lines, show_warnings, time_lines
-from tunebook.plan.suggestions import Suggestion, suggest
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.terminal import print_lines, print_text
 

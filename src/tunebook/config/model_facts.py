@@ -92,24 +92,21 @@ def layers_from_json(layers: dict[str, Any]) -> LayerFacts:
     return cast(LayerFacts, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(LayerFacts), layers)))
 
 
-def facts_of_hub_name(name: str) -> tuple[str, ModelFacts] | None:
-    """The model group file for a model's name on the hub, and its facts; None if the book has no such model.
+def facts_of_hub_name(name: str) -> ModelFacts | None:
+    """The book's facts of a model by its name on the hub; None if the book has no such model.
 
     A base model or a fine-tune with the same sizes has another name, and is not assumed to be the same.
     """
-    group = _named_on_hub(book_root() / "hydra_configs" / "model").get(name)
-    if group is None:
-        return None
-    stem, facts = group
-    return stem, ModelFacts(**copy.deepcopy(facts))
+    facts = _named_on_hub(book_root() / "hydra_configs" / "model").get(name)
+    return None if facts is None else ModelFacts(**copy.deepcopy(facts))
 
 
 @lru_cache(maxsize=2)
-def _named_on_hub(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    models = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.yaml"))}
+def _named_on_hub(folder: Path) -> dict[str, dict[str, Any]]:
+    models = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.yaml"))]
     return {
-        model["name"]: (stem, model["facts"])
-        for stem, model in models.items()
+        model["name"]: model["facts"]
+        for model in models
         if model.get("name") and model.get("facts") and not model.get("revision")
     }
 

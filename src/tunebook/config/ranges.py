@@ -1,4 +1,4 @@
-"""The range of a number in the schema: metadata of its field, checked by `plan.rules.numbers`."""
+"""The range of a number in the schema: metadata of its field, checked by `plan.rules.settings`."""
 
 from __future__ import annotations
 

@@ -21,21 +21,6 @@ from tunebook.facts.attention import attention_facts
 # and h200x4_beside_peers.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
 _OPEN = r"L\['(?!self'\]).*"  # matches torch's names of local variables and of their contents
 
-# What compiling costs and gains at most; `auto` compares them for the run. Both favor compiling, since a long run loses
-# more by a wrong choice than a short one.
-# Seconds of a run's checks and steps with empty caches above those of the same run with full ones: 30 layers of a Llama
-# on an H100. Full caches are read in some seconds, too, so that compiling costs more.
-# Source: the two runs of smollm2_135m_boolq with seed 42 in h100_smollm2.jsonl.
-COMPILE_SECONDS = 20.0
-# Most steps that compiled blocks took per time relative to the same blocks not compiled, over all measured
-# architectures. Source: qwen3_compiled_lora and qwen3_lora of h200x2_architectures.jsonl.
-LARGEST_GAIN = 1.63
-# The same of SmolLM2-135M, assumed for all models with fewer parameters than Qwen2.5-0.5B: the GPU waits for the CPU to
-# start each kernel, and compiled blocks have fewer. Source: smollm2_135m_boolq-2 and boolq-uncompiled of
-# h100_hopper_image.jsonl, on two machines with an H100 each, of which one may be up to 1.4 times as fast as the other.
-SMALL_PARAMETERS = 494_032_768
-LARGEST_GAIN_OF_SMALL = 4.7
-
 # torch's reasons for keeping a result that could be recomputed, by their configuration names (2.11 and 2.13): the
 # backward pass has to write it to memory for a product, it is needed long after it was computed, or it depends on a
 # long chain. Without these reasons, torch keeps only operations that are more than elementwise arithmetic.
@@ -44,11 +29,6 @@ _REASONS_TO_KEEP = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
 )
-
-
-def largest_gain(num_parameters: int) -> float:
-    """The most that compiled blocks can gain in speed, as a factor, for a model with this many parameters."""
-    return LARGEST_GAIN_OF_SMALL if num_parameters < SMALL_PARAMETERS else LARGEST_GAIN
 
 
 def set_up_compiler(*, recomputes: bool) -> None:

@@ -61,7 +61,7 @@ def _token_rows(base: Any, tokens: Collection[int]) -> dict[str, list[int]]:
 
 
 def require_patterns(config: RunConfig, adapted: Any) -> None:
-    """Check that every key of the two patterns, and every target parameter, has an adapter. PEFT would ignore others.
+    """Check the names of patterns, target parameters and modules to save. PEFT ignores unknown ones.
 
     Raises: RequestError.
     """
@@ -76,12 +76,17 @@ def require_patterns(config: RunConfig, adapted: Any) -> None:
             problem_id="adapter-module-unknown",
         )
     layers = {last_name(name) for name, module in adapted.named_modules() if getattr(module, "lora_A", None)}
-    for key, pattern in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
-        unmatched = [name for name in pattern if name not in layers]
+    modules = {last_name(name) for name, _ in adapted.named_modules()}
+    for key, names, known in (
+        ("rank_pattern", settings.rank_pattern, layers),
+        ("alpha_pattern", settings.alpha_pattern, layers),
+        ("modules_to_save", map(last_name, settings.modules_to_save), modules),
+    ):
+        unmatched = [name for name in names if name not in known]
         if unmatched:
             raise RequestError(
-                f"peft.{key}: {unmatched[0]} is the name of no layer that gets an adapter; a key is one of "
-                f"{', '.join(sorted(layers))}",
+                f"peft.{key}: {unmatched[0]} is the name of no layer that it can apply to; it takes one of "
+                f"{', '.join(sorted(known))}",
                 problem_id="adapter-module-unknown",
             )
 

@@ -131,7 +131,10 @@ def non_causal_reason(model: ModelConfig) -> str | None:
 
 
 def config_file(model: ModelConfig) -> Path | None:
-    """The config.json in a model's folder, or of a hub model in the hub's cache; None if it is missing."""
+    """The config.json in a model's folder, or of a hub model in the hub's cache; None if it is missing.
+
+    Raises: RequestError if the hub cannot have a model of this name.
+    """
     if model.path is not None:
         return resolve_path(model.path) / "config.json"
     if model.name is None:
@@ -141,6 +144,10 @@ def config_file(model: ModelConfig) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    except HFValidationError:  # not a valid name on the hub: a rule reports it
-        return None
+    except HFValidationError as error:
+        raise RequestError(
+            f"model.name={model.name} is not the name of a model on the hub, ORG/NAME; of a model in a folder type "
+            "model.path=FOLDER",
+            problem_id="hub-name-form",
+        ) from error
     return Path(cached) if isinstance(cached, str) else None

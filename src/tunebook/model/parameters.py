@@ -37,8 +37,6 @@ PRODUCTS_OF = {
 MLP_INPUT_LAYERS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"})
 MLP_OUTPUT_LAYERS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})
 
-_LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
 
 def known_facts(config: RunConfig) -> ModelFacts | None:
     """The model's facts if its layers are known, so that memory can be estimated; else None."""
@@ -156,12 +154,6 @@ def weight_sizes(facts: ModelFacts) -> dict[str, float]:
     # Two layers with one name, such as GPT-2's c_proj, are one entry, whose product is too large.
     scale = _in_linear_layers(facts) / max(1, facts.num_layers) / max(1.0, sum(sizes.values()))
     return {name: size * scale for name, size in sizes.items()}
-
-
-def is_named_like_llama(facts: ModelFacts) -> bool:
-    """Whether a decoder layer has exactly Llama's linear layers by name, and no others."""
-    is_plain = facts.measured is not None and not facts.measured.expert_adapters and not facts.unreached
-    return is_plain and {*linear_layers(facts)} == _LLAMA_LAYERS
 
 
 def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:

@@ -11,16 +11,16 @@ from typing import Any
 from tunebook.files import cache_root, remember, sha256_text
 from tunebook.train.requirements import installed_version
 
-_FORM = 5  # increase when the answer to the same question changes, so that cached answers are not reused
+_FORM = 6  # increase when the answer to the same question changes, so that cached answers are not reused
 _PACKAGES = ("torch", "transformers", "peft", "trl")
 _known: dict[Path, Any] = {}  # in this process, by the file that keeps it
 _announced: set[str] = set()
 
 
-def answered(folder: str, asked: Any, find: Callable[[], Any], notice: str) -> Any:
+def answered(folder: str, inputs: Any, find: Callable[[], Any], notice: str) -> Any:
     """The answer, as JSON, from the cache folder or from `find`. A terminal gets the notice before it is found."""
     versions = {package: installed_version(package) for package in _PACKAGES}
-    question = json.dumps([_FORM, versions, asked], sort_keys=True, default=str)
+    question = json.dumps([_FORM, versions, inputs], sort_keys=True, default=str)
     file = cache_root() / folder / f"{sha256_text(question)}.json"
     if file not in _known:
         try:

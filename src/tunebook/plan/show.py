@@ -41,9 +41,9 @@ def show_warnings(warnings: list[Problem], console: Console) -> None:
 
 def batch_lines(plan: BatchPlan) -> list[str]:
     """The batch arithmetic as lines of text, marked as an estimate until the data is prepared."""
-    asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
+    size = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
     title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
-    lines = [title, f"  one optimizer step: {asked}"]
+    lines = [title, f"  one optimizer step: {size}"]
     kind = "packed" if plan.is_packed else "padded"
     ranks = f"{plan.world_size} GPUs or ranks" if plan.world_size > 1 else "1 GPU or rank"
     if plan.sequence_group_size > 1:
@@ -64,8 +64,8 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """The memory of one GPU or rank as lines of text."""
     measured = plan.measured if plan.measured is not None and plan.measured.ran_out is None else None
-    of = "" if plan.capacity is None else f", of {plan.capacity:g}"
-    lines = [f"Memory of each GPU or rank ({f'measured on {measured.date}' if measured else 'estimated'}, GiB{of})"]
+    limit = "" if plan.capacity is None else f", of {plan.capacity:g}"
+    lines = [f"Memory of each GPU or rank ({f'measured on {measured.date}' if measured else 'estimated'}, GiB{limit})"]
     if measured is not None and (speed := measured.tokens_per_second_per_gpu) is not None:
         lines.append(f"  the second of the two steps trained {speed:,.0f} tokens/s per GPU or rank")
     elif measured is None and plan.total is not None:
@@ -76,8 +76,8 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 def host_memory_lines(plan: MemoryPlan) -> list[str]:
     """The estimated host memory of one node, and what is written to its NVMe disk; zero parts are left out."""
-    of = "" if plan.capacity is None else f", of {plan.capacity:,g}"
-    lines = [f"Host memory of each node (estimated, GiB{of})"]
+    limit = "" if plan.capacity is None else f", of {plan.capacity:,g}"
+    lines = [f"Host memory of each node (estimated, GiB{limit})"]
     parts = [f"{name} {_gib(value)}" for name, value in plan.parts.items() if value]
     if plan.total is not None:
         lines.append(f"  {', '.join(parts)}; {_gib(plan.total)} at the peak")
@@ -111,16 +111,16 @@ def _gib(value: float) -> str:
 @contextmanager
 def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], None]]:
     """A progress callback `(done, total, what)` for preparing data; plain lines without a terminal."""
-    what_column = TextColumn("preparing: {task.description}", markup=False)
-    columns = (what_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    label_column = TextColumn("preparing: {task.description}", markup=False)
+    columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
-        def update(done: int, total: int | None, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
+        def update(done: int, total: int | None, label: str) -> None:
+            if label not in tasks:
+                tasks[label] = bar.add_task(label, total=total)
                 if not console.is_terminal:
-                    console.print(Text(f"preparing: {what}"))
-            bar.update(tasks[what], completed=done, total=total)
+                    console.print(Text(f"preparing: {label}"))
+            bar.update(tasks[label], completed=done, total=total)
 
         yield update

@@ -138,7 +138,10 @@ def _factors(
 ) -> Iterator[tuple[float, str]]:
     """What lowers the share, 0 to 1, each with its reason."""
     is_fp32 = config.precision.compute is Compute.fp32  # its products take so long that these do not show
-    padding = _padding_share(config, batch)
+    padding = batch.padding_share
+    if padding is None:  # rows are padded to the longest of their pass; a single row is not
+        is_padded = config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1
+        padding = UNKNOWN_PADDING if is_padded else 0.0
     if padding:
         yield 1 - padding, "the rest of a pass is padding"
     work = _tokens_per_pass(batch, padding) * facts.hidden_size / (share.full_work * 1000 * peak.tflops)
@@ -177,13 +180,6 @@ def _unmeasured(config: RunConfig, batch: BatchPlan, peak: Peak) -> Iterator[str
         yield "never measured on several nodes, whose links are not counted: at most this speed"
     if batch.tokens_per_step is None and batch.is_packed:
         yield "rows are full"
-
-
-def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
-    """Share of padding in a pass, 0 to 1. Rows are padded to the longest of their pass; a single row is not."""
-    if batch.padding_share is not None:
-        return batch.padding_share
-    return UNKNOWN_PADDING if config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1 else 0.0
 
 
 def _tokens_per_pass(batch: BatchPlan, padding: float) -> float:

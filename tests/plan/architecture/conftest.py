@@ -18,7 +18,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {**SIZES, **GROUPED, "num_hidden_layers": 3, "tie_word_embeddings": True},
     "qwen3": {**SIZES, **GROUPED, "num_hidden_layers": 3, "head_dim": 32},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 100, "n_positions": 512},
-    "gpt_neox": {**SIZES, "num_hidden_layers": 3},
     "gemma2": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
     "mixtral": {**SIZES, **GROUPED, "num_hidden_layers": 3, "num_local_experts": 4},
     "qwen3_moe": {
@@ -30,8 +29,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "phi3": {**SIZES, **GROUPED, "num_hidden_layers": 3},
-    "smollm3": {**SIZES, **GROUPED, "num_hidden_layers": 3},
     "gpt_oss": {**SIZES, **GROUPED, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
 }

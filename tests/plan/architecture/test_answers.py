@@ -10,8 +10,7 @@ from tunebook.config.model_facts import LayerFacts, ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.plan import answers, architecture
-from tunebook.plan.architecture import build, facts_of_file, with_layers
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan.architecture import build, facts_of_file, read_facts, with_layers
 
 STATED = {
     "architecture": "XForCausalLM", "num_parameters": 1000, "num_layers": 2, "hidden_size": 8, "intermediate_size": 16,
@@ -20,7 +19,7 @@ STATED = {
 }  # fmt: skip
 LAYERS = {
     "num_layers": 2, "parameters": 400, "linear_parameters": 300, "active_parameters": 350, "largest_parameter": 200,
-    "attention": ["eager", "sdpa"], "isolates": {"mask": True}, "adapters": {"q_proj": [16, 24]},
+    "attention": ["eager", "sdpa"], "adapters": {"q_proj": [16, 24]},
 }  # fmt: skip
 FACTS = ModelFacts(**STATED, unreached=["model.tower"], measured=LayerFacts(**LAYERS))
 
@@ -116,5 +115,4 @@ def test_a_model_that_is_not_in_the_book_needs_its_config_json_only(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GRANITE))
     facts = read_facts(ModelConfig(path=str(tmp_path)))
     assert facts.num_parameters == 2_533_531_648  # as published
-    assert facts.measured.isolates == {"mask": True, "lengths": True}
     assert {*facts.measured.adapters} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -10,8 +10,8 @@ import pytest
 from tunebook.config.choices import Weights
 from tunebook.errors import RequestError
 from tunebook.model.base_config import read_dtype
-from tunebook.plan.architecture import base_model
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan import architecture
+from tunebook.plan.architecture import read_facts
 
 from ...base_models import BY_BITSANDBYTES, BY_GPTQ, write_model
 
@@ -26,7 +26,7 @@ def model(tmp_path):
 def built(monkeypatch):
     """The files for which a model would have been built on the meta device."""
     files = []
-    monkeypatch.setattr(base_model, "facts_of_file", lambda file, **_: files.append(file))
+    monkeypatch.setattr(architecture, "facts_of_file", lambda file, **_: files.append(file))
     return files
 
 
@@ -34,12 +34,8 @@ def built(monkeypatch):
     "changes",
     [
         {},
-        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
-        {"head_dim": 8},
         {"architectures": ["LlamaModel"]},
-        {"model_type": "mistral", "num_key_value_heads": None},  # its default is a number, not that of the heads
         {"intermediate_size": [16, 32], "model_type": "decilm"},  # one for each layer
-        {"max_position_embeddings": None},
         {"quantization_config": BY_BITSANDBYTES, "model_type": "qwen3"},
     ],
     ids=str,
@@ -53,8 +49,6 @@ def test_a_model_with_a_config_json_is_built_on_the_meta_device(model, built, tm
     "changes",
     [
         {"quantization_config": BY_GPTQ},
-        {"quantization_config": BY_GPTQ, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
         {"architectures": ["LlamaForSequenceClassification"]},
         {"architectures": None, "model_type": "roberta"},
     ],
@@ -67,7 +61,7 @@ def test_nothing_is_built_of_what_a_rule_refuses(model, built, changes):
     assert built == []
 
 
-@pytest.mark.parametrize("kind", ["chatglm9", "t5", "mistral3"], ids=["unknown", "encoder-decoder", "with images"])
+@pytest.mark.parametrize("kind", ["chatglm9", "t5"], ids=["unknown", "encoder-decoder"])
 def test_what_transformers_has_no_causal_model_for_is_refused(model, monkeypatch, tmp_path, kind):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
     with pytest.raises(RequestError, match=rf"config\.json: .*model_type={kind}") as caught:
@@ -76,17 +70,7 @@ def test_what_transformers_has_no_causal_model_for_is_refused(model, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        '{"model_type": "llama", "hid',
-        "[" * 100_000,
-        "[1, 2]",
-        '"llama"',
-        '{"model_type": "x", "text_config": 3}',
-        "{}",
-    ],
-    ids=["empty", "cut", "deep", "list", "text", "language part", "nothing"],
+    "text", ['{"model_type": "llama", "hid', "[1, 2]", '{"model_type": "x", "text_config": 3}', "{}"]
 )
 def test_a_file_that_is_no_config(model, built, text):
     with pytest.raises(RequestError, match=r"config\.json") as caught:
@@ -94,28 +78,14 @@ def test_a_file_that_is_no_config(model, built, text):
     assert (caught.value.problem_id, caught.value.exit_code, built) == ("model-config", 2, [])
 
 
-def test_a_file_that_is_no_text(model, tmp_path):
-    named = model()
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RequestError, match="cannot be read as JSON"):
-        read_facts(named)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"hidden_size": 0},
-        {"vocab_size": -32},
-        {"hidden_size": 10**12},
-        {"num_hidden_layers": True},
-        {"intermediate_size": float("nan")},
         {"num_attention_heads": 3},
-        {"num_key_value_heads": 3},
         {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
         {"hidden_act": "nonsense"},
         {"dtype": "float8_e4m3fn"},
-        {"dtype": "torch.bfloat16"},
-        {"dtype": 5},
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from tunebook.plan.architecture import build
 
 from .conftest import GROUPED, SIZES
 
+NIGHTLY = pytest.mark.nightly
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about what it makes of GPT-2's layers and of experts
 
 
@@ -26,7 +27,9 @@ def described(folder, **changes):
     return build.describe_file(file, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "mixtral", *(pytest.param(kind, marks=NIGHTLY) for kind in ("gpt2", "gemma2"))]
+)
 def test_every_parameter_is_counted(folder_of, config_of, kind):
     facts = described(folder_of(kind))
     model = AutoModelForCausalLM.from_config(config_of(kind))
@@ -107,15 +110,6 @@ def test_layers_attend_to_a_document_or_to_a_window(config_of, tmp_path, kind, e
     assert (found.attention_width, found.sliding_width, found.sliding_window) == expected
 
 
-def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(folder_of, monkeypatch):
-    def fail(*_, **__):
-        raise MemoryError
-
-    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
-    with pytest.raises(MemoryError):
-        described(folder_of("llama"))
-
-
 @pytest.mark.parametrize("error", [NotImplementedError("no data"), None], ids=["no values", "none"])
 def test_a_model_whose_pass_cannot_be_followed_is_not_refused(folder_of, monkeypatch, error):
     def forward(*_, **__):
@@ -151,7 +145,7 @@ def test_of_the_kernels_by_lengths_one_computes_attention_sinks(folder_of):
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("mamba", {"state_size": 4}), ("falcon_mamba", {"state_size": 4}), ("rwkv", {"attention_hidden_size": 32})],
+    [("mamba", {"state_size": 4}), pytest.param("rwkv", {"attention_hidden_size": 32}, marks=NIGHTLY)],
 )
 def test_models_without_attention_have_facts_too(tmp_path, kind, sizes):
     config = AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=2, vocab_size=50, **sizes)
@@ -166,9 +160,6 @@ def test_models_without_attention_have_facts_too(tmp_path, kind, sizes):
 # Adapters
 
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
 def with_adapters(config, names):
     model = AutoModelForCausalLM.from_config(config)
     lora = LoraConfig(r=3, target_modules=names or "all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
@@ -178,17 +169,12 @@ def with_adapters(config, names):
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("qwen3", []),
         ("qwen3", ["self_attn.o_proj", "mlp.down_proj"]),
         ("qwen3", ["q_proj", "embed_tokens", "lm_head"]),
-        ("phi3", ["qkv_proj"]),
-        ("gpt_neox", ["dense", "dense_4h_to_h"]),
         ("gpt2", ["c_attn"]),
         ("mixtral", []),
-        ("mixtral", ATTENTION),
         ("mixtral", ["q_proj", "w1", "w2", "w3"]),
         ("mixtral", ["gate", "v_proj"]),
-        ("qwen3_moe", []),
         ("qwen3_moe", ["gate_proj", "up_proj", "down_proj"]),
     ],
     ids=lambda value: "-".join(value) or "all" if isinstance(value, list) else value,

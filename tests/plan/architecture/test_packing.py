@@ -46,6 +46,10 @@ HYBRID = {
 }
 
 
+def nightly(names):
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
 def config_of(architecture, **sizes):
     if architecture == "MiniMaxM3VLForCausalLM":
         sizes["layer_types"] = ["full_attention", "minimax_m3_sparse"] * 30
@@ -58,7 +62,7 @@ def facts_of(architecture, config=None):
     return isolation_of(model, config or config_of(architecture), has_experts="Moe" in architecture)
 
 
-@pytest.mark.parametrize("architecture", LEAKING)
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", *nightly(LEAKING)])
 def test_documents_reach_each_other(architecture):
     assert facts_of(architecture)["mask"] is False
 
@@ -68,12 +72,12 @@ def test_lengths_keep_apart_what_the_mask_does_not(architecture):
     assert facts_of(architecture) == {"mask": False, "lengths": True}
 
 
-@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", *nightly(sorted(VARLEN_ARCHITECTURES))])
 def test_documents_do_not_reach_each_other(architecture):
     assert facts_of(architecture) == {"mask": True, "lengths": True}
 
 
-@pytest.mark.parametrize("architecture", HYBRID)
+@pytest.mark.parametrize("architecture", ["BambaForCausalLM", *nightly(HYBRID)])
 def test_states_are_kept_apart_by_packages(architecture):
     assert facts_of(architecture) == {"mask": True, "lengths": True}
     assert packages_for_packing(small_model(config_of(architecture), "eager")) == HYBRID[architecture]
@@ -135,7 +139,7 @@ def test_the_small_model_has_the_switches_and_kinds_of_layers_of_the_config():
     assert config.to_dict() == before
 
 
-@pytest.mark.parametrize("model", ["gemma3_4b", "gemma4_e2b", "gemma4_12b"])
+@pytest.mark.parametrize("model", ["gemma4_e2b", *nightly(["gemma3_4b", "gemma4_12b"])])
 def test_models_with_other_parts_than_text_are_tried(model):
     """With small ones; with layers that share keys and values, and sizes of their own."""
     facts = ModelFacts(**yaml.safe_load((book_root() / f"hydra_configs/model/{model}.yaml").read_text())["facts"])

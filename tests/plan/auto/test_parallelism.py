@@ -85,7 +85,11 @@ TABLE = {
     ("volta", "llama3_8b", "full"): ("fsdp+!", "fsdp+"),
     ("volta", "llama2_70b_chat", "lora"): ("fsdp+!", "fsdp+!"),
 }
-CASES = [(*key, num, word) for key, words in TABLE.items() for num, word in zip((2, 8), words, strict=True)]
+CASES = [
+    pytest.param(*key, num, word, marks=[] if key[1] == "llama3_8b" else [pytest.mark.nightly])
+    for key, words in TABLE.items()
+    for num, word in zip((2, 8), words, strict=True)
+]
 
 
 @pytest.mark.parametrize(("generation", "model", "method", "num_gpus", "expected"), CASES)
@@ -98,10 +102,9 @@ def test_models_on_gpus(run, machine, generation, model, method, num_gpus, expec
     assert chosen(resolution) + marks == expected
 
 
-@pytest.mark.parametrize("memory", [24.0, 36.0, 48.0, 72.0, 96.0, 140.4])
-@pytest.mark.parametrize("model", ["qwen25_3b", "llama3_8b"])
-def test_nothing_faster_fits_and_the_choice_fits_if_any_does(run, machine, model, memory):
-    open_run, found = run(model), machine(*[H200] * 4, memory=memory)
+@pytest.mark.parametrize("memory", [24.0, 48.0, 96.0])
+def test_nothing_faster_fits_and_the_choice_fits_if_any_does(run, machine, memory):
+    open_run, found = run("llama3_8b"), machine(*[H200] * 4, memory=memory)
     typed = {strategy: resolve_auto(named(open_run, strategy), found).config for strategy in ORDER}
     fitting = [strategy for strategy in ORDER if tensors_fit(typed[strategy])]
     stored = [strategy for strategy in fitting if not is_recomputed(typed[strategy])]
@@ -116,12 +119,9 @@ WORDS = ["dataset=synthetic", "training.global_samples=64", "model.weights=rando
 @pytest.mark.parametrize(
     ("words", "gpus", "strategy"),
     [
-        (["model=qwen25_05b"], [H200], "single"),
         (["model=qwen25_05b", "hardware=cpu"], [], "single"),
         (["model=qwen25_05b", "hardware=cpu", "hardware.gpus_per_node=2"], [], "ddp"),
-        (["model=qwen25_3b"], [H200] * 4, "ddp"),
         (["model=llama3_8b"], [H200] * 2, "fsdp_grad_op"),
-        (["model=llama2_70b_chat", "peft=lora"], [H200] * 8, "fsdp"),
         (["model=llama3_8b", "hardware.num_nodes=2"], [H200] * 8, "hsdp"),
     ],
 )
@@ -143,9 +143,7 @@ def test_the_run_is_the_one_of_the_strategys_name(words, gpus, strategy, machine
 @pytest.mark.parametrize(
     ("model", "nodes", "gpus", "strategy"),
     [
-        ("qwen25_3b", 2, 8, "ddp"),
         ("llama3_8b", 2, 8, "hsdp"),
-        ("llama2_70b_chat", 4, 8, "fsdp"),
         ("llama3_8b", 8, 1, "fsdp"),  # one GPU a node cannot be divided within it
     ],
 )
@@ -185,18 +183,12 @@ def test_what_is_wrong_with_every_strategy_decides_nothing(run, machine):
     assert [problem.key for problem in check(resolution.config) if problem.is_error] == ["training.resume"]
 
 
-def test_parts_are_recomputed_for_the_fastest_strategy_and_short_rows_are_given_up():
-    words = ["parallelism=auto", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=null"]
-
-    def decided(*more):
-        config = planned("qwen3b_zero2", *words, *more).config
-        return config.parallelism.strategy, config.activation.checkpointing, config.packing.row_length
-
-    small = decided("hardware.memory_gib=92", "training.max_length=4096", "training.global_tokens=32768")
-    assert small[:2] == (Strategy.ddp, Checkpointing.selective)
-    eight = ("model=llama3_8b", "training.max_length=2048", "training.global_tokens=131072")
-    strategy, _, row = decided("hardware.memory_gib=80", *eight)
-    assert (strategy, row) == (Strategy.fsdp, 8192)  # fsdp_grad_op would have rows of 4096 tokens
+def test_parts_are_recomputed_for_the_fastest_strategy():
+    words = ["parallelism=auto", "hardware=hopper", "hardware.gpus_per_node=4", "hardware.memory_gib=92"]
+    rows = ["training.global_samples=null", "training.max_length=4096", "training.global_tokens=32768"]
+    config = planned("qwen3b_zero2", *words, *rows).config
+    assert config.parallelism.strategy is Strategy.ddp
+    assert config.activation.checkpointing is Checkpointing.selective
 
 
 def test_the_reason_names_the_memory_that_a_faster_strategy_would_take(run, machine):
@@ -215,13 +207,15 @@ def test_settings_of_a_named_strategy_are_not_thrown_away(run, machine, settings
 
 
 def test_gpus_that_cannot_work_together_leave_one(run, machine):
-    resolution = resolve_auto(run(kernel=Attention.auto), machine(H200, V100))
+    config = run(kernel=Attention.auto)
+    config.packing.row_length, config.activation.checkpointing = 2048, Checkpointing.disabled
+    resolution = resolve_auto(config, machine(H200, V100))
     hardware = resolution.config.hardware
     assert (hardware.generation, hardware.gpus_per_node) == (Generation.hopper, 1)
     assert (chosen(resolution), resolution.problem) == ("single", None)
     whole = machine(H200, H200, memory=20.0)
     slices = replace(whole, gpus=[replace(gpu, is_mig=True) for gpu in whole.gpus])
-    assert resolve_auto(run(), slices).config.hardware.gpus_per_node == 1
+    assert resolve_auto(config, slices).config.hardware.gpus_per_node == 1
 
 
 def test_a_number_of_gpus_that_was_asked_for_is_kept(run, machine):

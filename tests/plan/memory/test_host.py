@@ -30,7 +30,6 @@ from tunebook.plan.memory.host import (
     host_bytes,
     loading_bytes,
     offloaded_bytes,
-    page_locked,
     saving_bytes,
 )
 
@@ -59,12 +58,6 @@ def eight(sound):
 def by_torch(*sizes):
     """Bytes of page-locked blocks: PyTorch takes the next power of two."""
     return sum(next(2**power for power in range(50) if 2**power >= size) for size in sizes)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 2**21, 2**21 + 1, 2.5 * GIB])
-def test_a_page_locked_block_is_the_next_power_of_two(size):
-    assert page_locked(size) == by_torch(size)
-    assert page_locked(0) == 0
 
 
 SHARE = BILLION // 8  # parameters of each rank
@@ -128,14 +121,18 @@ def test_zero3_keeps_the_blocks_of_the_shares_that_it_puts_into_one(eight):
 
 
 MEASURED_HOSTS = [
-    line
+    pytest.param(
+        line,
+        id=f"{line['series']}-{line['name']}",
+        marks=[] if line["name"] in ("fsdp_offload", "zero2_offload", "stored_lora") else [pytest.mark.nightly],
+    )
     for file in ("h200x2_host_memory", "h200x2_sequence")
     for line in map(json.loads, (RESULTS.parent / f"{file}.jsonl").read_text().splitlines())
     if "host_peak_gib" in line
 ]
 
 
-@pytest.mark.parametrize("line", MEASURED_HOSTS, ids=lambda line: f"{line['series']}-{line['name']}")
+@pytest.mark.parametrize("line", MEASURED_HOSTS)
 def test_what_is_offloaded_takes_what_was_measured(line):
     """Of processes that trained and saved nothing: all memory within 4% or 0.5 GiB, blocks of activations within 2%."""
     config = compose(None, [*line["overrides"], *line["resolved"]]).config
@@ -149,18 +146,16 @@ def test_what_is_offloaded_takes_what_was_measured(line):
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "copies"),
+    ("settings", "copies"),
     [
-        (ParallelismConfig(strategy=Strategy.single), {}, 4),  # copied from rank 0's GPU
-        (ZeroConfig(strategy=Strategy.zero1), {}, 4 * 4),  # on each of the node's ranks
-        (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), {}, 4 * 2),
-        (ZeroConfig(strategy=Strategy.zero3), {}, 4),
-        (ZeroConfig(strategy=Strategy.zero3, gather_weights_on_save=False), {}, 0),
-        (FsdpConfig(strategy=Strategy.fsdp), {}, 4),
-        (FsdpConfig(strategy=Strategy.hsdp, shard_group_size=4), {}, 4),
+        (ParallelismConfig(strategy=Strategy.single), 4),  # copied from rank 0's GPU
+        (ZeroConfig(strategy=Strategy.zero1), 4 * 4),  # on each of the node's ranks
+        (ZeroConfig(strategy=Strategy.zero3), 4),
+        (ZeroConfig(strategy=Strategy.zero3, gather_weights_on_save=False), 0),
+        (FsdpConfig(strategy=Strategy.fsdp), 4),
     ],
 )
-def test_what_saving_copies_of_a_billion_parameters(eight, settings, changes, copies):
+def test_what_saving_copies_of_a_billion_parameters(eight, settings, copies):
     config, facts = eight
     config.parallelism = settings
     assert saving_bytes(config, facts) == pytest.approx(copies * BILLION)
@@ -183,7 +178,6 @@ def test_an_adapter_is_saved_alone_where_it_can_be(eight):
         (ParallelismConfig(strategy=Strategy.ddp), Weights.pretrained, 4 * 0.4),  # one matrix at a time into each GPU
         (ParallelismConfig(strategy=Strategy.ddp), Weights.random, 4),  # rank 0 draws
         (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), Weights.pretrained, 4 * 4),
-        (ZeroConfig(strategy=Strategy.zero2, mixed_precision=CAST), Weights.random, 4 * 4),
         (ZeroConfig(strategy=Strategy.zero3), Weights.pretrained, 2 * 0.4),
         (ZeroConfig(strategy=Strategy.zero3, offload_parameters=CPU), Weights.pretrained, 2 * 0.4 + 4 / 2),
         (FsdpConfig(strategy=Strategy.fsdp), Weights.pretrained, 4),
@@ -223,17 +217,6 @@ def test_loading_takes_what_was_measured(sound, name):
     facts = replace(sound.model.facts, **MEASURED)
     facts.measured = llama_layers(facts)
     assert loading_bytes(sound, facts) / MIB == pytest.approx(measured, rel=0.07)
-
-
-def test_the_peak_is_not_the_sum(eight):
-    config, facts = eight
-    config.parallelism = FsdpConfig(strategy=Strategy.fsdp, offload_parameters=CPU)
-    found = host_bytes(config, facts)
-    assert (found.processes, found.training) == (4 * 2 * GIB, 0)
-    assert found.offload == 4 * offloaded_bytes(config, facts)  # of this node's ranks
-    assert found.peak == found.processes + found.offload + found.saving
-    much = replace(found, loading=100.0 * GIB)
-    assert much.peak == much.processes + 100 * GIB
 
 
 def test_on_a_cpu_the_ranks_train_in_the_hosts_memory(sound):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tunebook.config.choices import Checkpointing, Generation, LauncherName
+from tunebook.config.choices import Checkpointing, Generation, LauncherName, Offload, Strategy
 from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import ActivationConfig, FsdpConfig, ModelConfig, RunConfig, ZeroConfig
 from tunebook.data.batch import solve_batch
 from tunebook.errors import DoesNotFitError
 from tunebook.facts.generations import generation_of
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.draft import estimate_time, refuse_too_large
+from tunebook.plan.draft import refuse_too_large
 from tunebook.plan.memory import verdict
 from tunebook.plan.memory.activations import shape_of
 from tunebook.plan.memory.verdict import (
@@ -33,6 +34,8 @@ from tunebook.record.measurement import Measurement
 from ..plans import NO_GPU, resolved
 
 GIB = 2**30
+# Decisions by the memory, which takes seconds to estimate.
+SETTLED = ("activation=stored", "packing.mode=isolated", "packing.row_length=1024", "training.max_length=1024")
 GPU_PARTS = {"weights", "gradients", "optimizer", "activations", "buffers", "overhead"}
 HOST_PARTS = {"processes", "training", "loading", "offload", "saving"}
 
@@ -84,21 +87,24 @@ def test_the_verdict_is_no_only_where_it_cannot_be_yes(
     assert tensors_fit(config, checkpointing=checkpointing) is (None if capacity is None else fits is True)
 
 
+FSDP = FsdpConfig(strategy=Strategy.fsdp)
+RECOMPUTED = ActivationConfig(checkpointing=Checkpointing.enabled)
+COMPILED = ModelConfig(name="a/b", compile_layers=True)
+
+
 @pytest.mark.parametrize(
-    ("words", "margin"),
+    ("changes", "margin"),
     [
-        (["parallelism=fsdp", "activation=checkpointing"], 0.04),
-        (["parallelism=zero2"], 0.04),
-        (["parallelism=zero3"], 0.15),
-        (["parallelism=fsdp_offload"], 0.15),
-        (["parallelism=fsdp", "activation=checkpointing", "activation.offload=true"], 0.15),
-        (["parallelism=fsdp", "activation=checkpointing", "model.compile_layers=true"], 0.15),
-        (["parallelism=fsdp", "activation=stored", "model.compile_layers=true"], 0.04),
+        ({"parallelism": FSDP, "activation": RECOMPUTED}, 0.04),
+        ({"parallelism": ZeroConfig(strategy=Strategy.zero3)}, 0.15),
+        ({"parallelism": FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)}, 0.15),
+        ({"parallelism": FSDP, "activation": replace(RECOMPUTED, offload=True)}, 0.15),
+        ({"parallelism": FSDP, "activation": RECOMPUTED, "model": COMPILED}, 0.15),
+        ({"parallelism": FSDP, "model": COMPILED}, 0.04),
     ],
 )
-def test_the_margin_is_wide_for_what_is_not_run(words: list[str], margin: float) -> None:
-    base = ("hardware=hopper", "model.compile_layers=false")
-    assert margin_of(resolved("qwen3b_zero2", *base, *words)) == margin
+def test_the_margin_is_wide_for_what_is_not_run(sound: RunConfig, changes: dict[str, Any], margin: float) -> None:
+    assert margin_of(replace(sound, **changes)) == margin
 
 
 def test_a_model_of_unknown_size_has_no_numbers() -> None:
@@ -110,14 +116,9 @@ def test_a_model_of_unknown_size_has_no_numbers() -> None:
     assert (plan.fits, plan.is_in_doubt, host.fits, host.nvme_gib) == (None, False, None, None)
 
 
-def test_the_json_has_no_infinity() -> None:
-    plan = MemoryPlan(parts={"offload": 1.23456}, total=2.0, capacity=float("inf"), fits=True, verdict="")
-    assert plan.to_json() == {"offload": 1.235, "total": 2.0, "capacity": None}
-
-
 def test_a_small_model_needs_more_than_its_tensors() -> None:
     """On a slice of a GPU: CUDA's context alone is 781 MiB."""
-    config = resolved("quickstart", "hardware=hopper", "hardware.memory_gib=0.7")
+    config = resolved("quickstart", "hardware=hopper", "hardware.memory_gib=0.7", *SETTLED)
     plan = plan_memory(config)
     assert plan.allocated is not None and plan.allocated < 0.8 * 0.7
     assert plan.fits is None
@@ -126,56 +127,43 @@ def test_a_small_model_needs_more_than_its_tensors() -> None:
 
 
 def test_a_process_on_a_cpu_is_python_and_its_libraries() -> None:
-    assert plan_memory(resolved("quickstart", "hardware=cpu")).parts["overhead"] == pytest.approx(418 / 1024)
+    assert plan_memory(resolved("quickstart", "hardware=cpu", *SETTLED)).parts["overhead"] == pytest.approx(418 / 1024)
 
 
 def test_rows_that_the_data_does_not_fill_take_less() -> None:
-    """16 documents of 256 tokens over 4 GPUs are 1,024 tokens each, whatever a row could hold."""
-    config = resolved("qwen3b_zero2", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=16")
-    lengths = np.full(1600, 256, dtype=np.int64)
+    """16 documents of 128 tokens over 4 GPUs are 512 tokens each, whatever a row could hold."""
+    config = resolved("qwen3b_zero2", "hardware.gpus_per_node=4", "training.global_samples=16", *SETTLED)
+    lengths = np.full(1600, 128, dtype=np.int64)
     batch = solve_batch(config, lengths)
-    assert config.packing.row_length is not None and config.packing.row_length > 1024 == batch.longest_row
-    as_filled = replace(config, packing=replace(config.packing, row_length=1024))
+    assert config.packing.row_length is not None and config.packing.row_length > 512 == batch.longest_row
+    as_filled = replace(config, packing=replace(config.packing, row_length=512))
     assert plan_memory(config, batch).parts == plan_memory(as_filled, solve_batch(as_filled, lengths)).parts
     full, filled = plan_memory(config).parts["activations"], plan_memory(config, batch).parts["activations"]
-    assert full is not None and filled is not None and filled < full / 2
+    assert full is not None and filled is not None and filled < 0.6 * full
 
 
-@pytest.mark.parametrize(("samples", "micro"), [(8, 1), (528, 11), (512, 16)])
+@pytest.mark.parametrize(("samples", "micro"), [(8, 1), (528, 11)])
 def test_padded_passes_are_planned_as_the_batch_is_solved(samples: int, micro: int) -> None:
-    words = ("packing=padded", "training.max_length=512", "hardware=hopper", "hardware.gpus_per_node=8")
+    words = ("packing=padded", "training.max_length=512", "hardware.gpus_per_node=8", "activation=stored")
     asked = ("qwen05b_single", "parallelism=ddp", f"training.global_samples={samples}", *words)
     left_open, typed = resolved(*asked), resolved(*asked, f"training.micro_batch_size={micro}")
     assert solve_batch(left_open, None).micro_batch_size == micro
     assert plan_memory(left_open).parts == plan_memory(typed).parts
 
 
-def test_the_source_s_70b_model_is_not_refused_on_the_machines_it_was_trained_on() -> None:
-    """70 of 80 GiB with a layer's weights and gradients in addition to all states; its source pages the optimizer's."""
-    plan = plan_memory(resolved("llama2_70b_fsdp"))
-    assert plan.fits is None
-    assert plan.allocated == pytest.approx(70.5, abs=0.3)
-    assert plan.capacity == 80  # of each of 16 A100
-
-
-SHORT = ("dataset=synthetic", "dataset.synthetic.max_tokens=256", "activation=stored", "training.micro_batch_size=2")
+SHORT = ("dataset=synthetic", "dataset.synthetic.max_tokens=256", "training.micro_batch_size=2", *SETTLED)
 
 
 def test_padded_rows_are_as_long_as_generated_documents_can_be() -> None:
     """As if `training.max_length` were no more; packed rows are full whatever fills them."""
-    short, same, long = (
-        resolved("qwen3b_zero2", *SHORT, "packing=padded", *words)
-        for words in ((), ("training.max_length=256",), ("dataset.synthetic.max_tokens=4096",))
+    short, long = (
+        resolved("qwen3b_zero2", *SHORT, "packing.mode=padded", *words)
+        for words in ((), ("dataset.synthetic.max_tokens=4096",))
     )
-    assert plan_memory(short).parts == plan_memory(same).parts
     assert solve_batch(short, None).row_length == 256 < short.training.max_length == solve_batch(long, None).row_length
     assert shape_of(short) == (2, 256) and shape_of(long) == (2, long.training.max_length)
-    assert estimate_time(short, solve_batch(short, None), NO_GPU) == estimate_time(
-        same, solve_batch(same, None), NO_GPU
-    )
-    packed = resolved("qwen3b_zero2", *SHORT, "packing=isolated")
-    rows, tokens = shape_of(packed)
-    assert rows == 1 and tokens == 2 * (packed.packing.row_length or 0) >= 2 * packed.training.max_length
+    packed = resolved("qwen3b_zero2", *SHORT)
+    assert shape_of(packed) == (1, 2 * 1024)
 
 
 GPUS = Measurement(
@@ -229,17 +217,11 @@ def test_steps_that_ran_out_do_not_fit_and_leave_the_numbers_estimated() -> None
     assert "(estimated, " in memory_lines(plan)[0]
 
 
-def test_the_lines_for_people_say_when_it_was_measured() -> None:
-    lines = memory_lines(judged())
-    assert lines[0] == "Memory of each GPU or rank (measured on 2026-01-02, GiB, of 79.6)"
-    assert lines[1] == "  the second of the two steps trained 12,346 tokens/s per GPU or rank"
-
-
 @pytest.mark.parametrize(("longest_row", "is_used"), [(None, True), (4096, True), (4050, True), (3600, False)])
 def test_steps_with_longer_rows_than_the_run_has_do_not_replace_the_estimate(
     monkeypatch: pytest.MonkeyPatch, longest_row: int | None, is_used: bool
 ) -> None:
-    config = resolved("qwen3b_zero2", "hardware=hopper")
+    config = resolved("qwen3b_zero2")
     monkeypatch.setattr(verdict, "recall_measurement", lambda *_: GPUS)
     batch = replace(solve_batch(config, None), longest_row=longest_row)
     assert (measured_memory(config, batch, NO_GPU) is not None) is is_used
@@ -269,17 +251,9 @@ def test_the_host_of_llama_2_70b_on_one_node(capacity: float | None, fits: bool 
         refuse_too_large(None, plan)
 
 
-def test_two_nodes_share_what_is_offloaded() -> None:
-    one, two = (
-        plan_host_memory(resolved("llama2_70b_fsdp_1node", f"hardware.num_nodes={nodes}"), None).parts["offload"]
-        for nodes in (1, 2)
-    )
-    assert one and two == pytest.approx(one / 2)
-
-
 def test_a_cpu_is_not_refused_twice() -> None:
     """What does not fit there is reported of each rank's memory."""
-    config = resolved("qwen05b_single", "hardware=cpu", "model.liger_kernel=false")
+    config = resolved("qwen05b_single", "hardware=cpu", *SETTLED)
     plan = plan_host_memory(config, 6.0)
     assert (plan.parts["training"] or 0) > 6 * 1.15
     assert plan.fits is None
@@ -298,7 +272,7 @@ def test_whose_memory_is_meant() -> None:
         name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0), generation=generation_of((9, 0)).generation
     )
     machine = Machine(gpus=[gpu], driver="580.65.06", num_cpus=8, host_memory_gib=200.0)
-    config: RunConfig = compose("qwen05b_single", []).config
+    config: RunConfig = compose("qwen05b_single", [*SETTLED]).config
 
     def known(
         machine: Machine, launcher: str = "local", gib: float | None = None, generation: str = "auto"

@@ -10,12 +10,8 @@ import pytest
 # What the config.json of some models says, each in a folder of this name.
 MODELS = {
     "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-    "FOLDER": {"model_type": "llama"},
     "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "awq": {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}},
-    "eight_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
     "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
 }
 
 

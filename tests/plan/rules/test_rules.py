@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from tunebook.config.choices import LauncherName, PeftMethod, Weights
-from tunebook.config.schema import SlurmConfig
+from tunebook.config.choices import PeftMethod, Weights
 from tunebook.plan.rules import RULES, check
 
 from .rule_cases import CASES, SLURM
@@ -65,44 +64,6 @@ def test_warnings_are_the_ones_a_run_can_live_with():
 def test_options_that_only_resemble_reserved_ones_are_the_users(sound, changed):
     args = ["--time-min=5", "--nodelist=node1", "--wait-all-nodes=1", "--ntasks-per-core=1", "-HC a100", "-w node1"]
     assert check(changed(sound, SLURM | {"launcher.extra_args": args})) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "is_refused"),
-    [
-        ("Qwen/Qwen2.5-0.5B", False),
-        ("gpt2", False),
-        ("01-ai/Yi_1.5", False),
-        ("a/b/c", True),
-        ("Größe/Modell", True),
-        ("org/模型", True),
-        ("org/my model", True),
-        ("org/", True),
-        ("org/-name", True),
-        ("org/na--me", True),
-        ("org/name.git", True),
-        ("org/" + 97 * "a", True),
-        ("./folder", True),
-        ("~/folder", True),
-        ("book:recipes/quickstart/model", True),
-    ],
-)
-def test_a_name_that_the_hub_would_not_look_up(sound, changed, name, is_refused):
-    assert ("hub-name-form" in {p.id for p in check(changed(sound, {"model.name": name}))}) == is_refused
-
-
-@pytest.mark.parametrize("key", ["dataset.name", "model.tokenizer"])
-def test_a_data_set_or_a_tokenizer_is_a_name_or_a_folder(sound, changed, tmp_path, monkeypatch, key):
-    """Where ranks start elsewhere it may be a folder that is there and not here."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a/b/c").mkdir(parents=True)
-
-    def is_refused(name, **other):
-        return "hub-name-form" in {problem.id for problem in check(changed(sound, {key: name, **other}))}
-
-    assert [is_refused(name) for name in ("org/name", "name", "a/b/c", str(tmp_path))] == 4 * [False]
-    assert [is_refused(name) for name in ("a/b/d", "./name", "org/my data", "org/")] == 4 * [True]
-    assert not is_refused("/scratch/d", launcher=SlurmConfig(name=LauncherName.slurm))
 
 
 def test_random_weights_are_not_quantized(sound, changed):

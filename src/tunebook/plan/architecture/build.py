@@ -84,10 +84,10 @@ def _facts(config: Any, options: dict[str, Any]) -> ModelFacts:
     dtype = _dtype(config, text)
     text.allow_global_per_layer_attribute_access = True  # layers say what theirs are
     model, unreached, calls = _pass(config, options)
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
     heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
-    hidden = _whole(text, "hidden_size") or words.weight.shape[1]
+    hidden = _whole(text, "hidden_size") or embeddings.weight.shape[1]
     inner = (largest(getattr(text, name, None)) for name in ("intermediate_size", "n_inner", "ffn_dim"))
     patterns = outermost_modules(unreached, [name for name, _ in model.named_parameters()])
     numbers = _counted(model, layers, text, unreached)
@@ -100,9 +100,9 @@ def _facts(config: Any, options: dict[str, Any]) -> ModelFacts:
         intermediate_size=next(filter(None, inner), 4 * hidden),
         num_attention_heads=heads,
         num_key_value_heads=_whole(text, "num_key_value_heads") or heads,
-        vocab_size=words.weight.shape[0],
+        vocab_size=embeddings.weight.shape[0],
         max_position_embeddings=_whole(text, "max_position_embeddings") or _LONGEST,
-        tie_word_embeddings=head.weight is words.weight,
+        tie_word_embeddings=head.weight is embeddings.weight,
         dtype=dtype,
         unreached=patterns,
         measured=LayerFacts(
@@ -121,8 +121,8 @@ def _counted(model: Any, layers: nn.ModuleList, text: Any, unreached: set[str]) 
     chosen = _whole(text, *CHOSEN_EXPERTS) or 0
     experts = _expert_parameters(layers, chosen)
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
-    words = model.get_input_embeddings().weight
-    embeddings = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)} - {words}
+    word_embeddings = model.get_input_embeddings().weight
+    embeddings = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)} - {word_embeddings}
     named = list(model.named_parameters())
     linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
     return {
@@ -220,10 +220,10 @@ def _pass(config: Any, options: dict[str, Any]) -> tuple[Any, set[str], list[dic
     """
     calls: list[dict[str, Any]] = []
 
-    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **asked: Any) -> tuple[Any, None]:
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **settings: Any) -> tuple[Any, None]:
         heads, sizes = query.shape[1], (query.shape[-1], value.shape[-1])
-        calls.append(asked | {"width": heads * sum(sizes) // 2, "head_size": max(sizes)})
-        sinks = 0 if asked.get("s_aux") is None else asked["s_aux"].sum()
+        calls.append(settings | {"width": heads * sum(sizes) // 2, "head_size": max(sizes)})
+        sinks = 0 if settings.get("s_aux") is None else settings["s_aux"].sum()
         groups = heads // value.shape[1]
         return value.repeat_interleave(groups, dim=1).transpose(1, 2) + query.sum() + key.sum() + sinks, None
 
@@ -257,8 +257,8 @@ def _unreached(model: Any, **row: Any) -> set[str]:
     put_back = isolate_documents(model, is_on_cpu=True)  # no kernels of other packages
     try:
         with torch.device("meta"), mock.patch.object(masking_utils, "is_tracing", lambda *_: True):
-            words = torch.zeros(1, _TOKENS, dtype=torch.long)
-            output = model.train()(input_ids=words, use_cache=False, **row)
+            tokens = torch.zeros(1, _TOKENS, dtype=torch.long)
+            output = model.train()(input_ids=tokens, use_cache=False, **row)
     finally:
         put_back()
     last = getattr(getattr(output, "logits", None), "grad_fn", None)

@@ -6,9 +6,8 @@ seen working on GPUs are enabled. All others stay disabled, with the reason; mod
 
 from __future__ import annotations
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source
-from tunebook.config.schema import FsdpConfig, RunConfig, world_size
-from tunebook.data.batch import count_documents, mean_tokens
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod
+from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     SINK_ARCHITECTURES,
@@ -17,30 +16,25 @@ from tunebook.facts.architectures import (
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED
-from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
-from tunebook.facts.peaks import peak_of
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import brings_code
-from tunebook.model.flops import flops_per_token
 from tunebook.model.parameters import adapts_parameters, has_dora
-from tunebook.plan.rules.attention import isolates
+from tunebook.plan.rules.kernels import isolates
 from tunebook.train.requirements import installed_version, missing_state_kernels
 
-_LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
+_FEW_PARAMETERS = 50_000_000  # compiling takes 20 s and more, which runs of a model so small hardly gain
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
-    """Compile the blocks if that was seen working and the run is long enough to gain by it.
+    """Compile the blocks if that was seen working.
 
     `missing_for_triton`: what Triton needs and the launching machine lacks.
     """
     why = uncompiled_reason(config)
     if why is None and missing_for_triton is not None:
         why = f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
-    if why is None and _is_too_short(config):
-        why = f"the run is too short: compiling costs at least {COMPILE_SECONDS:.0f} s"
     return why is None, why or "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
 
 
@@ -50,7 +44,7 @@ def uncompiled_reason(config: RunConfig) -> str | None:
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
     is_wrapped = isinstance(settings, FsdpConfig) and bool(settings.wrap_classes)
     architecture = "" if facts is None else facts.architecture
-    against = [
+    reasons = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
         (compute not in (Compute.bf16, Compute.fp8), f"blocks were not compiled in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
@@ -66,29 +60,11 @@ def uncompiled_reason(config: RunConfig) -> str | None:
         (adapts_parameters(config), "adapters on parameters break compiled blocks apart"),
         (config.peft.method is PeftMethod.qlora, "blocks were not compiled over a quantized base"),
         (facts is None, "the model's architecture is not known before it is loaded"),
+        (facts is not None and facts.num_parameters < _FEW_PARAMETERS, "a small model gains less than compiling costs"),
         (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
         (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
     ]
-    return next((reason for is_against, reason in against if is_against), None)
-
-
-def _is_too_short(config: RunConfig) -> bool:
-    """Whether compiling costs more time than all steps can gain by it; false if the run's length is unknown.
-
-    A few steps on generated documents measure the run that they stand for, which is longer.
-    """
-    training, facts = config.training, config.model.facts
-    mean, documents = mean_tokens(config), count_documents(config)
-    if facts is None or mean is None or config.dataset.source is Source.synthetic:
-        return False
-    tokens = None if documents is None else documents * mean * training.num_epochs
-    if training.max_steps is not None:
-        tokens = training.max_steps * (training.global_tokens or mean * (training.global_samples or 0))
-    peak = peak_of(config.hardware.generation, config.precision.compute, gpu_name=None, uses_tf32=False)
-    if tokens is None or peak is None:
-        return False
-    seconds = tokens * flops_per_token(facts, mean) / (world_size(config) * _LOW_SHARE * peak.tflops * 1e12)
-    return seconds * (largest_gain(facts.num_parameters) - 1) < COMPILE_SECONDS
+    return next((reason for is_against, reason in reasons if is_against), None)
 
 
 def decide_head(config: RunConfig) -> tuple[bool, str]:
@@ -107,23 +83,23 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
     Without flash-attn it is torch's own kernel for packed rows if possible, else the nearest one. Runs planned for
     another machine use an image that has flash-attn.
     """
-    other, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
+    fallback, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
     if config.parallelism.sequence_group_size > 1:
-        is_by_document = other is not COMPILED and has_attention(config, BY_DOCUMENT)
-        return BY_DOCUMENT if is_by_document else other, "torch's own kernels for packed rows let GPUs share rows"
+        is_by_document = fallback is not COMPILED and has_attention(config, BY_DOCUMENT)
+        return BY_DOCUMENT if is_by_document else fallback, "torch's own kernels for packed rows let GPUs share rows"
     if generation is not Generation.cpu and compute is Compute.fp32 and _goes_by_document(config):
         return BY_DOCUMENT, "in fp32 packed rows were 1.5 x as fast so as with the mask of a whole row (one H200)"
     if not can_run(INSTALLED, generation):
-        return other, "flash attention needs a GPU of compute capability 8.0"
+        return fallback, "flash attention needs a GPU of compute capability 8.0"
     if compute is Compute.fp32:
-        return other, "flash attention computes in bf16 or fp16 only"
+        return fallback, "flash attention computes in bf16 or fp16 only"
     if config.model.compile_layers:
-        return other, "flash-attn's packages do not compile with the blocks"
+        return fallback, "flash-attn's packages do not compile with the blocks"
     if not has_attention(config, INSTALLED):
-        return other, f"the architecture cannot attend by {INSTALLED.name}"
+        return fallback, f"the architecture cannot attend by {INSTALLED.name}"
     image, package = GENERATIONS[generation].image.name, str(ATTENTIONS[INSTALLED].package)
     if not is_planned and installed_version(package) is None:
-        return other, f"the package {package} is not installed here; the {image} image has it"
+        return fallback, f"the package {package} is not installed here; the {image} image has it"
     return INSTALLED, f"the fastest stable kernel on {generation.name}"
 
 
@@ -141,8 +117,8 @@ def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, st
     image = GENERATIONS[config.hardware.generation].image
     if isolates(config) is False:
         return PackingMode.padded, "the architecture cannot keep packed documents apart"
-    is_there = image.state_kernels.__contains__ if is_planned else installed_version
-    if missing := missing_state_kernels(config, is_there):
+    version_of = image.state_kernels.__contains__ if is_planned else installed_version
+    if missing := missing_state_kernels(config, version_of):
         where = f"is not in the {image.name} image" if is_planned else "is not installed here"
         return PackingMode.padded, f"packed documents are kept apart by {' and '.join(missing)}, which {where}"
     if brings_code(config.model):

@@ -1,7 +1,6 @@
 """`parallelism=auto`: the fastest strategy whose estimated memory fits, with the settings that it would get.
 
-The strategies' speeds were measured on two and four H200 (benchmarks/results: h200_speed_spread.jsonl,
-h200x4_speed.jsonl): the less of a model is divided, the less the GPUs wait for each other.
+The less of a model is divided, the less the GPUs wait for each other (h200_speed_spread.jsonl, h200x4_speed.jsonl).
 """
 
 from __future__ import annotations
@@ -28,19 +27,14 @@ from tunebook.plan.rules import check
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tried:
-    """The run as it would be with one strategy.
-
-    `concessions`, the cost of making it fit: 2 for recomputed layers, 1 for short rows. DDP was 5% faster than FSDP of
-    gradients and optimizer, which was 7% faster than FSDP (h200x4_speed.jsonl). That exceeds the cost of recomputing
-    parts of blocks, and does not exceed what short rows lose to rows twice as long.
-    """
+class _Attempt:
+    """The run as it would be with one strategy."""
 
     strategy: Strategy
     refusals: frozenset[str]  # ids of broken rules
     fits: bool | None  # by estimate; None: memory or model size unknown
     total_gib: float | None  # estimate; None: unknown
-    concessions: int
+    concessions: int  # 2 for recomputed layers, which cost more than a faster strategy gains; 1 for short rows
 
 
 def decide_strategy(decisions: Decisions) -> None:
@@ -64,21 +58,21 @@ def _strategy(config: RunConfig) -> tuple[Strategy, str]:
         return ALONE, "one process has nothing to divide"
     if config.hardware.generation is Generation.cpu:
         return COPIED, "several ranks on a CPU, where FSDP does not run"
-    tried: list[_Tried] = []
+    attempts: list[_Attempt] = []
     for strategy in FASTEST_ON_SEVERAL_NODES if config.hardware.num_nodes > 1 else FASTEST_ON_ONE_NODE:
-        tried.append(one := _try(config, strategy))
-        if one.fits and not one.refusals and not one.concessions:
+        attempts.append(attempt := _try(config, strategy))
+        if attempt.fits and not attempt.refusals and not attempt.concessions:
             break  # the others are slower
     # Problems common to all strategies do not count against one; they are reported whichever is chosen.
-    fewest = min(len(one.refusals) for one in tried)
-    allowed = [one for one in tried if len(one.refusals) == fewest]
+    fewest = min(len(attempt.refusals) for attempt in attempts)
+    allowed = [attempt for attempt in attempts if len(attempt.refusals) == fewest]
     # `min` takes the first of equals: the fastest of those with the fewest concessions.
-    fitting = [one for one in allowed if one.fits]
-    chosen = min(fitting, key=lambda one: one.concessions) if fitting else allowed[-1]
-    return chosen.strategy, "; ".join([_reason_for(chosen), *_reasons_against(tried, chosen)])
+    fitting = [attempt for attempt in allowed if attempt.fits]
+    chosen = min(fitting, key=lambda attempt: attempt.concessions) if fitting else allowed[-1]
+    return chosen.strategy, "; ".join([_reason_for(chosen), *_reasons_against(attempts, chosen)])
 
 
-def _try(config: RunConfig, strategy: Strategy) -> _Tried:
+def _try(config: RunConfig, strategy: Strategy) -> _Attempt:
     """Decide the other settings for a strategy, on a copy: a longer row may fit with one strategy only."""
     decisions = Decisions(replace(config, parallelism=_settings(config, strategy)))
     decide_passes(decisions)
@@ -86,7 +80,7 @@ def _try(config: RunConfig, strategy: Strategy) -> _Tried:
     facts, checkpointing = known_facts(resolved), resolved.activation.checkpointing
     row = resolved.packing.row_length or resolved.training.max_length
     is_short = checkpointing is Checkpointing.selective and row < SHORT_ROW_TOKENS
-    return _Tried(
+    return _Attempt(
         strategy=strategy,
         refusals=frozenset(problem.id for problem in check(resolved) if problem.is_error),
         fits=tensors_fit(resolved),
@@ -95,18 +89,18 @@ def _try(config: RunConfig, strategy: Strategy) -> _Tried:
     )
 
 
-def _reason_for(chosen: _Tried) -> str:
-    what = STRATEGIES[chosen.strategy].auto_reason
+def _reason_for(chosen: _Attempt) -> str:
+    reason = STRATEGIES[chosen.strategy].auto_reason
     if chosen.fits is None or chosen.total_gib is None:
-        return f"{what}; the memory or the model's size is not known, and this is the safe choice"
-    return f"{what}: an estimated {gib_text(chosen.total_gib)} {'fit' if chosen.fits else 'do not fit'}"
+        return f"{reason}; the memory or the model's size is not known, and this is the safe choice"
+    return f"{reason}: an estimated {gib_text(chosen.total_gib)} {'fit' if chosen.fits else 'do not fit'}"
 
 
-def _reasons_against(tried: list[_Tried], chosen: _Tried) -> Iterator[str]:
+def _reasons_against(attempts: list[_Attempt], chosen: _Attempt) -> Iterator[str]:
     """Why faster strategies were not chosen, and which ones are refused."""
-    for place, one in enumerate(tried):
-        if rules := sorted(one.refusals - chosen.refusals):
-            yield f"{one.strategy.name} is refused ({', '.join(rules)})"
-        elif place < tried.index(chosen) and one.total_gib is not None:
+    for place, attempt in enumerate(attempts):
+        if rules := sorted(attempt.refusals - chosen.refusals):
+            yield f"{attempt.strategy.name} is refused ({', '.join(rules)})"
+        elif place < attempts.index(chosen) and attempt.total_gib is not None:
             slower = "would fit with slower passes only"
-            yield f"{one.strategy.name} {slower if one.fits else f'would take {gib_text(one.total_gib)}'}"
+            yield f"{attempt.strategy.name} {slower if attempt.fits else f'would take {gib_text(attempt.total_gib)}'}"

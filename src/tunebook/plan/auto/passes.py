@@ -17,13 +17,10 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory.verdict import tensors_fit
 
-# Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
-# H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
-# functions recomputed it had 27,114 in rows of 16,384 and 27,808 in rows of 32,768 (h200_selective.jsonl).
+# Longer rows make matrix products larger: 3% faster than in rows of 16,384 (h200_selective.jsonl).
 _FULL_COMPILED_ROW_TOKENS = 32_768
-# Minimum ratio to the longest row that fits without recomputation. With recomputation, a row twice as long was 8%
-# faster under FSDP (Llama 3 8B, two H200) and 1% faster on one GPU. LoRA lost twice as much in rows of 8,192 tokens,
-# and longer rows gave it no measured gain.
+# Minimum ratio to the longest row that fits without recomputation: a row twice as long was 1% to 8% faster in spite of
+# it. LoRA did not gain in rows of 8,192 tokens and more.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
 
@@ -61,16 +58,16 @@ def _longest_useful_row(config: RunConfig, full: int) -> int:
 
     Norms and activation functions are recomputed for it if that saves passes.
     """
-    training, asked, length = config.training, config.activation.checkpointing, config.training.max_length
-    passed = data_ranks(config) * (training.micro_batch_size or 1)  # rows in a pass of all GPUs
-    needed, filled = _tokens_of_a_step(config, passed)
+    training, requested, length = config.training, config.activation.checkpointing, config.training.max_length
+    rows_per_pass = data_ranks(config) * (training.micro_batch_size or 1)  # rows in a pass of all GPUs
+    needed, filled = _tokens_of_a_step(config, rows_per_pass)
     budget = training.global_tokens
     multiples = (documents * length for documents in range(int(min(full, filled)) // length, 1, -1))
-    rows = [*(row for row in multiples if budget is None or budget % (row * passed) == 0), length]
-    is_selective = asked is Checkpointing.selective
+    rows = [*(row for row in multiples if budget is None or budget % (row * rows_per_pass) == 0), length]
+    is_selective = requested is Checkpointing.selective
     fitting = _longest(config, rows, Checkpointing.selective if is_selective else Checkpointing.disabled)
     row = fitting or length
-    if asked is not Checkpointing.auto or not config.model.compile_layers or row == rows[0]:
+    if requested is not Checkpointing.auto or not config.model.compile_layers or row == rows[0]:
         return row
     if fitting is not None and config.peft.method is not PeftMethod.full and row >= SHORT_ROW_TOKENS:
         return row
@@ -79,16 +76,19 @@ def _longest_useful_row(config: RunConfig, full: int) -> int:
     return longer if saves_passes and (fitting is None or longer >= _WORTH_COMPUTING_AGAIN * row) else row
 
 
-def _tokens_of_a_step(config: RunConfig, passed: int) -> tuple[float, float]:
+def _tokens_of_a_step(config: RunConfig, rows_per_pass: int) -> tuple[float, float]:
     """Tokens of a step for each row of a pass: by the documents' mean length, and the most that one row may get.
 
     Steps with few documents vary, so the latter counts documents as twice the stated mean length.
     """
     training, length = config.training, config.training.max_length
     if training.global_samples is None:
-        tokens = (training.global_tokens or length) / passed
+        tokens = (training.global_tokens or length) / rows_per_pass
         return tokens, tokens
-    documents, mean = math.ceil(training.global_samples / passed), min(config.dataset.mean_tokens or length, length)
+    documents, mean = (
+        math.ceil(training.global_samples / rows_per_pass),
+        min(config.dataset.mean_tokens or length, length),
+    )
     return documents * mean, min(documents * length, documents * min(2 * mean, length) + length)
 
 

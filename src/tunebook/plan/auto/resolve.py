@@ -17,7 +17,7 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import read_dtype
-from tunebook.plan.architecture.base_model import facts_of_book, read_facts
+from tunebook.plan.architecture import read_facts
 from tunebook.plan.auto.decisions import Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import (
@@ -28,7 +28,7 @@ from tunebook.plan.auto.kernels import (
 )
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
-from tunebook.plan.rules.numbers import require_ranges
+from tunebook.plan.rules.settings import require_ranges
 from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
@@ -66,7 +66,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     resolved = decisions.config
     decide_hardware(decisions, machine)
     resolved.model.facts = read_facts(resolved.model)
-    _note_model(decisions, config)
+    _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     is_planned = problem is not None or starts_elsewhere(resolved)
     _decide_precision(decisions)
@@ -86,12 +86,9 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     )
 
 
-def _note_model(decisions: Decisions, asked: RunConfig) -> None:
-    """Record whether the book's facts stand for those of a hub model that is not cached, and what is not trained."""
-    facts, found = decisions.config.model.facts, facts_of_book(asked.model) if asked.model.facts is None else None
-    if found is not None and facts == found[1]:
-        why = "the book's model of this name; its sizes are compared with its config.json before training"
-        decisions.choices.append(Choice(key="model.facts", value=found[0], why=why))
+def _note_unreached(decisions: Decisions) -> None:
+    """Record which parts of the model are not trained because text does not reach them."""
+    facts = decisions.config.model.facts
     if facts is not None and facts.measured is not None and (parts := unreached_of(facts)):
         number = f"{facts.measured.unreached_parameters:,} of {facts.num_parameters:,}"
         why = f"text reaches none of these {number} parameters: they are not trained"

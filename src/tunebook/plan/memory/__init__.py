@@ -4,9 +4,8 @@
     fake_step    runs a few layers on tensors without memory; `tracker` counts what is alive, `compiled` runs compiled
                  layers, `stand_ins` does what a CPU lacks
     states       weights, gradients and optimizer state, divided among the ranks by the strategy
-    sharding     gathered weights, and gradients in transit
     ledger       rows of bytes over the moments of a step; the peak is the fullest moment
-    rows         the ledger of a run
+    rows         the ledger of a run, with gathered weights and gradients in transit
     host         a node's host memory
     verdict      whether both fit, with the overhead, margins, and measured steps
 

@@ -1,6 +1,6 @@
 """The ledger of one rank's memory in a training step: which rows hold how many bytes, from which moment to which.
 
-A step is a short list of moments; the peak is the fullest moment. `Ledger.as_text` prints all rows.
+A step is a short list of moments; the peak is the fullest moment.
 """
 
 from __future__ import annotations
@@ -66,18 +66,8 @@ class Ledger:
 
     def parts(self) -> dict[Kind, float]:
         """Bytes of each kind at the peak."""
-        there = self.at(self.peak)
-        return {kind: _total(row for row in there if row.kind is kind) for kind in Kind}
-
-    def as_text(self) -> str:
-        """The rows and the sum of each moment in GiB, as readable text."""
-        there = {moment: _total(self.at(moment)) for moment in Moment}
-        lines = [
-            f"{row.num_bytes / 2**30:9.3f}  {row.since.name:>7} - {row.until.name:7}  {row.kind.value:11}  {row.label}"
-            for row in self.rows
-        ]
-        sums = [f"{total / 2**30:9.3f}  {moment.name}" for moment, total in there.items()]
-        return "\n".join([*lines, "", *sums, f"the peak is at {self.peak.name}"])
+        rows = self.at(self.peak)
+        return {kind: _total(row for row in rows if row.kind is kind) for kind in Kind}
 
 
 def page_locked(num_bytes: float) -> float:

@@ -48,12 +48,12 @@ class ShardCounts:
 def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
     """The model's states on one rank's device, without what is offloaded.
 
-    DeepSpeed moves gradients to the device of the optimizer step through buckets, which `plan.memory.sharding` counts.
+    DeepSpeed moves gradients to the device of the optimizer step through buckets, which `plan.memory.rows` counts.
     """
-    states, away = state_bytes_with_offloaded(config, facts), offloaded_states(config)
-    if "offload_parameters" in away:
+    states, offloaded = state_bytes_with_offloaded(config, facts), offloaded_states(config)
+    if "offload_parameters" in offloaded:
         states = replace(states, weights=0.0)
-    if "offload_optimizer" in away or (away and isinstance(config.parallelism, FsdpConfig)):
+    if "offload_optimizer" in offloaded or (offloaded and isinstance(config.parallelism, FsdpConfig)):
         return replace(states, gradients=0.0, optimizer=0.0)
     return replace(states, optimizer=states.optimizer - paged_bytes(config, facts))
 
@@ -62,9 +62,7 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of the gradient buffer that DeepSpeed's stages 1 and 2 allocate to reduce one rank's gradients.
 
     The buffer holds the full gradient of every parameter that the rank owns a piece of (0.19.8, stage_1_and_2.py,
-    copy_grads_in_partition). With round-robin assignment, one of two H200 owned both the embeddings and the head of 3
-    layers of Qwen2.5-7B: 5.2 GiB for a share of 3.3. Stage 1 allocates the buffer once a step, when all full gradients
-    exist.
+    copy_grads_in_partition). Stage 1 allocates it once a step, when all full gradients exist.
     """
     ranks = world_size(config)
     if not strategy_facts(config).keeps_whole_weights or not state_bytes(config, facts).gradients:

@@ -27,8 +27,7 @@ from tunebook.record.measurement import Measurement, recall_measurement
 # Share by which a run may take more than its estimate. The wide margin is for what is not run: the order in which
 # DeepSpeed's stage 3 gathers and the engines copy from and to the host, and inductor's schedule of a recomputed layer.
 MARGIN, WIDE_MARGIN = 0.04, 0.15
-# The rest is for other processes, the system and the page cache. Of a GPU of 80 GiB, tensors may then take 84%. Runs
-# that were sized to 83% took 79% to 97% of an H100 with all overhead; the fullest on H200s had 83% to 86% of tensors.
+# The rest is for other processes, the system and the page cache. The fullest runs on H200s had 83% to 86% of tensors.
 USABLE_SHARE = 0.94
 # Rows may be shorter than planned and the estimate too high. Refuse only above this multiple of the memory.
 SURELY_TOO_LARGE = 1.15
@@ -131,14 +130,14 @@ def _unknown(names: list[str], capacity: float | None) -> MemoryPlan:
     return MemoryPlan(parts=dict.fromkeys(names), capacity=capacity, fits=None, verdict=verdict)
 
 
-def _judge(what: str, capacity: float | None, key: str, *, most: float, least: float) -> tuple[bool | None, str]:
+def _judge(numbers: str, capacity: float | None, key: str, *, most: float, least: float) -> tuple[bool | None, str]:
     """Fits if `most` GiB are no more than the capacity; does not fit if `least` GiB are more."""
     if capacity is None:
-        return None, f"whether it fits is not known, since {key} is not set: {what}"
-    what = f"{what}, of {capacity:,g} GiB"
+        return None, f"whether it fits is not known, since {key} is not set: {numbers}"
+    numbers = f"{numbers}, of {capacity:,g} GiB"
     if least > capacity:
-        return False, f"does not fit: {what}"
-    return (None, f"whether it fits is not known: {what}") if most > capacity else (True, f"fits: {what}")
+        return False, f"does not fit: {numbers}"
+    return (None, f"whether it fits is not known: {numbers}") if most > capacity else (True, f"fits: {numbers}")
 
 
 def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
@@ -185,8 +184,7 @@ _EQUAL_ROWS = 0.98  # rows of at least this share of the measured length count a
 def measured_memory(config: RunConfig, batch: BatchPlan | None, machine: Machine | None = None) -> MemoryPlan | None:
     """The plan from measurements of this configuration on this machine; None if there are none.
 
-    A measurement does not count if the prepared documents make shorter rows than the two steps had. On an H100 the
-    estimate for rows of 28,800 tokens was right within 1%, and a measurement with rows of 32,768 was 12% higher.
+    A measurement does not count if the prepared documents make shorter rows than the two steps had: they take less.
     """
     measurement = recall_measurement(config, batch, machine)
     if measurement is None:
@@ -212,7 +210,7 @@ def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Mea
     held = max([peak, *measurement.memory_reserved_gib, *measurement.memory_device_gib])
     is_cpu = config.hardware.generation is Generation.cpu
     tensors = max(0.0, peak - PROCESS_BYTES / GIB) if is_cpu else peak
-    what = f"{steps}, took {gib_text(tensors)} of tensors and {gib_text(held)} in all"
-    fits, verdict = _judge(what, estimated.capacity, "hardware.memory_gib", most=held, least=tensors)
+    numbers = f"{steps}, took {gib_text(tensors)} of tensors and {gib_text(held)} in all"
+    fits, verdict = _judge(numbers, estimated.capacity, "hardware.memory_gib", most=held, least=tensors)
     parts = estimated.parts | {"overhead": held - tensors}
     return replace(estimated, parts=parts, total=held, fits=fits, verdict=verdict, measured=measurement)

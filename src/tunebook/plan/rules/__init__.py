@@ -13,28 +13,22 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 from tunebook.plan.rules import (
     adapters,
-    attention,
     batch,
-    blocks,
     data,
-    ignored,
-    launcher,
+    kernels,
     model,
-    numbers,
     optimizer,
     parallelism,
     precision,
     running,
+    settings,
 )
 from tunebook.plan.rules.frame import Rule
 
 __all__ = ["RULES", "check", "located"]
 
 PlaceOf = Callable[[str], str | None]
-_MODULES = (
-    numbers, model, data, batch, precision, attention, blocks, parallelism, adapters, optimizer, running, launcher,
-    ignored,
-)  # fmt: skip
+_MODULES = (settings, model, data, batch, precision, kernels, parallelism, adapters, optimizer, running)
 # By id, in the order in which modules define them.
 RULES: tuple[Rule, ...] = tuple(
     {part.id: part for module in _MODULES for part in vars(module).values() if isinstance(part, Rule)}.values()
@@ -47,7 +41,7 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
     Empty if there are none. The other rules compute with numbers, so these come first. `place_of` returns the override
     or file that set a key.
     """
-    problems = numbers.out_of_range.problems(config)
+    problems = settings.out_of_range.problems(config)
     problems = problems or [problem for rule in RULES for problem in rule.problems(config)]
     problems = problems if place_of is None else located(problems, place_of)
     return sorted(problems, key=lambda problem: not problem.is_error)

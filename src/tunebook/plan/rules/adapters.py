@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunebook.config.choices import PeftMethod, Weights
-from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.schema import RunConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import read_quantizer
-from tunebook.model.parameters import (
-    HEADS,
-    adapted_layers,
-    adapts_parameters,
-    has_dora,
-    is_named_like_llama,
-    last_name,
-    linear_layers,
-)
-from tunebook.plan.architecture.base_model import OWN_QUANTIZER
+from tunebook.model.parameters import EMBEDDINGS, HEADS, adapted_layers, adapts_parameters, has_dora, last_name
+from tunebook.plan.architecture import OWN_QUANTIZER
 from tunebook.plan.rules.frame import Finding, rule
-
-# Modules of a Llama-like model other than its linear layers.
-_MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 @rule("adapter-on-output-head", "peft.target_modules", "peft.modules_to_save=[lm_head] to train the whole head")
@@ -38,22 +27,21 @@ def adapter_on_output_head(config: RunConfig) -> Iterator[str]:
 
 @rule("adapter-module-unknown", fix="one of these names; peft.target_modules=[] means every linear layer")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
-    """Refuse names of modules that the model does not have, and ranks and alphas of layers without an adapter.
+    """Refuse names of layers that the model does not have, and ranks and alphas of layers without an adapter.
 
     PEFT does not report them if it finds others: the adapter would be smaller, or have another rank, than requested.
-    Only models with Llama's linear layers are checked here; others are checked when their adapter is made.
     """
     facts, peft = config.model.facts, config.peft
-    if peft.method is PeftMethod.full or facts is None or not is_named_like_llama(facts):
+    if peft.method is PeftMethod.full or facts is None or facts.measured is None:
         return
-    linear, adapted = {*linear_layers(facts), "embed_tokens"}, adapted_layers(config)
-    for field, asked, known in (
-        ("target_modules", peft.target_modules, linear),
-        ("modules_to_save", peft.modules_to_save, linear.union(_MODULES)),
+    experts = {*facts.measured.expert_adapters}
+    layers, adapted = experts.union(facts.measured.adapters), experts.union(adapted_layers(config))
+    for field, names, known in (
+        ("target_modules", peft.target_modules, layers.union(EMBEDDINGS)),
         ("rank_pattern", peft.rank_pattern, adapted),
         ("alpha_pattern", peft.alpha_pattern, adapted),
     ):
-        unknown = [name for name in asked if last_name(name) not in known.union(HEADS) and not name[-1:].isdecimal()]
+        unknown = [name for name in names if last_name(name) not in known.union(HEADS) and not name[-1:].isdecimal()]
         if unknown:
             message = f"{facts.architecture} has no {unknown[0]} to adapt; it has {', '.join(sorted(known))}"
             yield Finding(message, f"peft.{field}")
@@ -107,26 +95,6 @@ def adapter_on_parameters(config: RunConfig) -> Iterator[str]:
     }
     if found := [name for name, is_set in conflicts.items() if is_set]:
         yield f"adapters on parameters do not go with {', '.join(found)}"
-
-
-@rule(
-    "whole-tied-head-under-fsdp",
-    "peft.modules_to_save",
-    "parallelism.cpu_ram_efficient_loading=false, or leave lm_head out",
-)
-def whole_tied_head_under_fsdp(config: RunConfig) -> Iterator[str]:
-    """Refuse a tied head in `modules_to_save`; over 4-bit weights every rank reads it anyway.
-
-    If one rank reads the weights for all, accelerate ties the head to the embeddings again. That fails if PEFT has
-    replaced the head by a copy.
-    """
-    # accelerate 1.15, fsdp2_prepare_model; transformers 5.23, tie_weights: "attribute 'weight' already exists" (H200).
-    settings, facts = config.parallelism, config.model.facts
-    is_sent = isinstance(settings, FsdpConfig) and settings.cpu_ram_efficient_loading
-    has_head = any(last_name(name) in HEADS for name in config.peft.modules_to_save)
-    is_tied = facts is not None and facts.tie_word_embeddings
-    if config.peft.method is PeftMethod.lora and is_sent and has_head and is_tied:
-        yield "the head is the embeddings, to which accelerate cannot tie PEFT's copy of it again"
 
 
 @rule("qlora-random-weights", "peft.method", "model.weights=pretrained or peft=full")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from tunebook.config.book import resolve_path
 from tunebook.config.choices import Format, Source, TrainOn
-from tunebook.config.schema import RunConfig, sources_of, starts_elsewhere
+from tunebook.config.schema import RunConfig, sources_of
 from tunebook.data.formats import FIELD_TEMPLATES_FIX, field_templates
 from tunebook.data.mixture import check_validation
 from tunebook.errors import RequestError
 from tunebook.plan.rules.frame import Finding, rule
-
-# Same check as huggingface_hub's, whose import would slow down a plan. Some old models have no owner.
-_HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 
 
 @rule("dataset-source", fix="dataset.path=FILE_OR_GLOB, dataset.name=ORG/NAME or dataset.parts.NAME.path=FILE_OR_GLOB")
@@ -28,30 +23,6 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
         field = fields.get(source.source)
         if field is not None and not getattr(source, field, None):
             yield Finding(f"source={source.source.name} needs {prefix}.{field}", f"{prefix}.{field}")
-
-
-@rule("hub-name-form", fix="ORG/NAME; model.path=FOLDER for a model, dataset=jsonl dataset.path=FILE for documents")
-def hub_name_form(config: RunConfig) -> Iterator[Finding]:
-    """Refuse a name that the hub cannot have and that is no folder.
-
-    The hub would refuse it only when it is used. A model in a folder is named by `model.path`. A data set or a
-    tokenizer may be a folder by its name; other machines may have folders that are missing here.
-    """
-    model, upload = config.model, "training.push_to_hub"
-    folders = {"model.tokenizer": model.tokenizer}
-    for prefix, source in sources_of(config.dataset).items():
-        folders[f"{prefix}.name"] = source.name if source.source is Source.hub else None
-    names = {"model.name": None if model.path else model.name, upload: config.training.push_to_hub}
-    for key, name in (names | folders).items():
-        if not name or (key in folders and (starts_elsewhere(config) or resolve_path(name).is_dir())):
-            continue
-        if not _is_hub_name(name) or (key == upload and "/" not in name):
-            yield Finding(f"'{name}' does not have the form organization/name of the hub", key)
-
-
-def _is_hub_name(name: str) -> bool:
-    is_refused = "--" in name or ".." in name or name.endswith(".git")
-    return _HUB_NAME.fullmatch(name) is not None and not is_refused
 
 
 @rule("field-templates", fix=FIELD_TEMPLATES_FIX)

@@ -1,0 +1,139 @@
+"""Other plans than the one asked for: what would fit, the longest row that fits, and several values of a key."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tunebook.config.compose import parse_override
+from tunebook.config.schema import ZeroConfig, world_size
+from tunebook.errors import DataError, RequestError
+from tunebook.model.positions import positions_of
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.draft import Draft, draft_run
+from tunebook.plan.memory.verdict import plan_host_memory, tensors_fit
+from tunebook.plan.show import about
+from tunebook.terminal import print_text
+
+_UNIT_TOKENS = 128  # rows are multiples of this for each GPU that shares them
+_FITS = {True: "yes", False: "no", None: "perhaps"}
+
+
+# What would fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Overrides to type after the recipe, and the GiB that each GPU or rank then needs by estimate."""
+
+    overrides: list[str]
+    total_gib: float
+    fits: bool
+
+
+def suggest(draft: Draft) -> list[Suggestion]:
+    """Return the suggestions that fit; if none does, the one with the least memory.
+
+    Those that are refused, or change nothing, are skipped. `draft` has a memory plan.
+    """
+    config = draft.config
+    sharded, half = "zero3" if isinstance(config.parallelism, ZeroConfig) else "fsdp", config.training.max_length // 2
+    candidates = [
+        ["activation=checkpointing"],
+        *([[f"parallelism={sharded}"]] if world_size(config) > 1 else []),
+        [f"parallelism={sharded}_offload"],
+        ["peft=lora"],
+        ["peft=qlora"],
+        [f"training.max_length={half}", *([f"packing.row_length={half}"] if config.packing.row_length else [])],
+    ]
+    suggestions = []
+    for overrides in candidates:
+        tried = draft_run(draft.recipe, [*draft.overrides, *overrides], draft.recipes_dirs, draft.machine)
+        if tried.memory is None or tried.memory.total is None or tried.config == config:
+            continue
+        suggestions.append(Suggestion(overrides=overrides, total_gib=tried.memory.total, fits=tried.fits is True))
+    fitting = [suggestion for suggestion in suggestions if suggestion.fits]
+    return fitting or sorted(suggestions, key=lambda suggestion: suggestion.total_gib)[:1]
+
+
+# The longest row
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestRow:
+    """The longest row that fits, up to the model's positions, and what to type after the recipe."""
+
+    tokens: int  # 0: not even the shortest row fits
+    has_all_positions: bool  # a longer row needs model.yarn_factor
+    overrides: list[str]
+
+
+def longest_row(draft: Draft) -> LongestRow | None:
+    """Search the longest row of one document, the worst case for memory; `auto` decides for each length.
+
+    None if the memory, or the model's size or positions, are unknown. `draft` has a memory plan.
+    """
+    positions = positions_of(draft.config.model)
+    if positions is None or draft.memory is None or None in (draft.memory.total, draft.memory.capacity):
+        return None
+    unit = _UNIT_TOKENS * draft.config.parallelism.sequence_group_size
+    rows = range(unit, positions + 1, unit)
+    num_fitting = bisect_left(rows, True, key=lambda tokens: not _fits(draft, tokens))
+    tokens = num_fitting * unit
+    overrides = [f"training.max_length={tokens}", f"packing.row_length={tokens}", "training.micro_batch_size=1"]
+    return LongestRow(tokens=tokens, has_all_positions=num_fitting == len(rows), overrides=overrides if tokens else [])
+
+
+def _fits(draft: Draft, tokens: int) -> bool:
+    assert draft.composition is not None and draft.machine is not None
+    config = draft.composition.config
+    config = replace(
+        config,
+        dataset=replace(config.dataset, synthetic=replace(config.dataset.synthetic, max_tokens=tokens)),
+        training=replace(config.training, max_length=tokens, micro_batch_size=1),
+        packing=replace(config.packing, row_length=tokens),
+    )
+    resolved = resolve_auto(config, draft.machine)
+    host = plan_host_memory(resolved.config, resolved.host_memory_gib)
+    return bool(tensors_fit(resolved.config)) and host.fits is not False
+
+
+# Values side by side
+
+
+def compare_plans(
+    recipe: str | None, overrides: list[str], recipes_dirs: list[Path], compared: list[str], console: Console
+) -> int:
+    """Print a row for each value; the exit code is that of the best.
+
+    Raises: RequestError if the argument is not one KEY=VALUE,VALUE; DataError if only the data is missing.
+    """
+    override = parse_override(compared[0])
+    key = override.key_or_group
+    values = list(dict.fromkeys(override.sweep_string_iterator())) if override.is_choice_sweep() else []
+    if len(compared) > 1 or len(values) < 2:
+        example = "--compare takes one key and at least two values, such as --compare parallelism=ddp,zero2,zero3,fsdp"
+        raise RequestError(example, problem_id="compare-form")
+    drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
+    rows = [[key.rpartition(".")[2], "GiB", "tokens/s", "fits"]]
+    rows += [[value, *_row(draft)] for value, draft in drafts.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    print_text("Each GPU or rank, by estimate", console, style="italic")
+    for value, gib, speed, fits in rows:
+        print_text(f"{value:<{widths[0]}}  {gib:>{widths[1]}}  {speed:>{widths[2]}}  {fits}", console)
+    best = min(drafts.values(), key=lambda draft: draft.exit_code)
+    if best.exit_code == DataError.exit_code and best.missing_data is not None:
+        raise best.missing_data
+    return best.exit_code
+
+
+def _row(draft: Draft) -> list[str]:
+    if draft.memory is None:
+        rules = ", ".join(problem.id for problem in draft.problems if problem.is_error)
+        return ["-", "-", f"refused: {draft.error.message if draft.error else rules}"]
+    total = draft.memory.total
+    speed = draft.time.tokens_per_second_per_gpu if draft.time else None
+    return ["-" if total is None else f"{total:.1f}", "-" if speed is None else about(speed), _FITS[draft.fits]]
