@@ -10,7 +10,7 @@ import pytest
 
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 
 
 @pytest.fixture

@@ -369,6 +369,6 @@ def test_states_are_replaced_for_packed_rows_and_on_every_gpu(config, changed, m
     found = []
     monkeypatch.setattr(build, "isolate_documents", lambda model, *, is_on_cpu: found.append(is_on_cpu))
     chosen = changed(config, hardware={"generation": generation}, packing={"mode": mode})
-    monkeypatch.setattr(build, "require_patterns", lambda config, adapted: None)
+    monkeypatch.setattr(build, "require_target_parameters", lambda config, adapted: None)
     assert build._finish_layers(chosen, mock.Mock(), mock.Mock()) == []
     assert found == replaced

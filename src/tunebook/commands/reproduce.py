@@ -25,7 +25,7 @@ from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, co
 from tunebook.evidence.differences import require_same_inputs
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.draft import Draft
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run

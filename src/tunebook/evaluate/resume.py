@@ -14,7 +14,7 @@ from tunebook.facts.attention import WITHOUT_KERNEL
 from tunebook.files import remembered_hash, sha256_text
 from tunebook.model.adapters import is_adapter
 from tunebook.model.load import load_architecture, weights_folder
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.run_folder import RUN_FILE
 
 BEFORE, AFTER = "before", "after"  # evaluations that belong to a training

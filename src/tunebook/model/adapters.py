@@ -11,7 +11,7 @@ from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, is_in, unreached_of
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import EMBEDDINGS, adapts_parameters, last_name
+from tunebook.model.parameters import EMBEDDINGS, adapts_parameters
 from tunebook.model.weight_files import Shapes, read_shapes, require_complete
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FILE = "adapter_config.json"
 _BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_config(
@@ -57,31 +57,21 @@ def _token_rows(base: Any, tokens: Collection[int]) -> dict[str, list[int]]:
     """PEFT's setting to train the rows of some tokens in the embeddings, and in a head that is not tied to them."""
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     matrices = [embeddings] if head.weight is embeddings.weight else [embeddings, head]
-    return {name: sorted(tokens) for name, module in base.named_modules() if any(module is one for one in matrices)}
+    return {
+        name: sorted(tokens) for name, module in base.named_modules() if any(module is matrix for matrix in matrices)
+    }
 
 
-def require_patterns(config: RunConfig, adapted: Any) -> None:
-    """Check that every key of the two patterns, and every target parameter, has an adapter. PEFT would ignore others.
-
-    Raises: RequestError.
-    """
-    settings = config.peft
-    adapters = adapts_parameters(config)
-    found = [f".{name}" for name in adapted.targeted_parameter_names] if adapters else []
-    absent = [name for name in settings.target_parameters if not any(each.endswith(f".{name}") for each in found)]
-    if adapters and absent:
-        raise RequestError(
-            f"peft.target_parameters: no parameter of {type(adapted.get_base_model()).__name__} has a name that ends "
-            f"in {absent[0]}; name it as in the model's weights, such as 7.mlp.experts.down_proj",
-            problem_id="adapter-module-unknown",
-        )
-    layers = {last_name(name) for name, module in adapted.named_modules() if getattr(module, "lora_A", None)}
-    for key, pattern in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
-        unmatched = [name for name in pattern if name not in layers]
-        if unmatched:
+def require_target_parameters(config: RunConfig, adapted: Any) -> None:
+    """Refuse a target parameter without an adapter, which PEFT ignores if it finds others. Raises: RequestError."""
+    if not adapts_parameters(config):
+        return
+    targeted = [f".{name}" for name in adapted.targeted_parameter_names]
+    for name in config.peft.target_parameters:
+        if not any(parameter.endswith(f".{name}") for parameter in targeted):
             raise RequestError(
-                f"peft.{key}: {unmatched[0]} is the name of no layer that gets an adapter; a key is one of "
-                f"{', '.join(sorted(layers))}",
+                f"peft.target_parameters: no parameter of {type(adapted.get_base_model()).__name__} has a name that "
+                f"ends in {name}; name it as in the model's weights, such as 7.mlp.experts.down_proj",
                 problem_id="adapter-module-unknown",
             )
 
@@ -154,7 +144,7 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
     import torch
     from peft import PeftModel
 
-    stored = read_shapes(_adapter_files(folder))
+    stored = read_shapes([folder / _ADAPTER_WEIGHTS])
     adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     require_whole_adapter(adapted, stored, folder)
     if method is PeftMethod.qlora or base.dtype is not torch.float32:
@@ -191,17 +181,6 @@ def merged(adapted: Any) -> PreTrainedModel:
         model.all_tied_weights_keys = tied
     whole: PreTrainedModel = model
     return whole
-
-
-def _adapter_files(folder: Path) -> list[Path]:
-    files = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
-    if not files:
-        raise RequestError(
-            f"{folder} has {ADAPTER_FILE} and no weights ({' or '.join(_ADAPTER_WEIGHTS)}); copy the whole folder "
-            "again, or name another run",
-            problem_id="weights-file-missing",
-        )
-    return files[:1]
 
 
 def require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.schema import ModelConfig
@@ -21,11 +22,11 @@ VOCABULARY_FILES = (
     "tekken.json",
 )  # fmt: skip
 # Other files that affect the tokens of a text, or the token that ends a turn.
-SETTINGS_FILES = (
+_SETTINGS_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "generation_config.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_PATTERNS = (*VOCABULARY_FILES, *SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
+_PATTERNS = (*VOCABULARY_FILES, *_SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -56,9 +57,9 @@ def tokenizer_folder(model: ModelConfig) -> Path:
         )
     if has_vocabulary(folder):
         return folder
-    lacks = f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})" if folder.is_dir() else "is no folder"
+    missing = f"has no tokenizer (none of {', '.join(VOCABULARY_FILES)})" if folder.is_dir() else "is no folder"
     raise RequestError(
-        f"{key}: {folder} {lacks}; copy the tokenizer's files there, or name another tokenizer with "
+        f"{key}: {folder} {missing}; copy the tokenizer's files there, or name another tokenizer with "
         "model.tokenizer=DIR or organization/name",
         problem_id="tokenizer-not-found",
     )
@@ -71,13 +72,16 @@ def tokenizer_files_hash(model: ModelConfig) -> str:
     are written.
     """
     folder = tokenizer_folder(model)
-    named = [folder / name for name in (*VOCABULARY_FILES, *SETTINGS_FILES)]
-    found = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
+    named = [folder / name for name in (*VOCABULARY_FILES, *_SETTINGS_FILES)]
+    files = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
     digest = hashlib.sha256()
-    for file in sorted(file for file in found if file.is_file()):
+    for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.relative_to(folder)}:{file.stat().st_size}:".encode())
         digest.update(file.read_bytes())
-    settings = [model.pad_token, model.eos_token, model.trust_remote_code, _tokenizer_class(folder)]
+    # The values of config.json that choose the tokenizer's class
+    config = read_json_file(folder / "config.json") if (folder / "config.json").is_file() else None
+    kind = [config.get("model_type"), config.get("tokenizer_class")] if config is not None else []
+    settings = [model.pad_token, model.eos_token, model.trust_remote_code, kind]
     digest.update(json.dumps(settings).encode())
     if model.chat_template is not None:
         digest.update(template_identity(model.chat_template).encode())
@@ -89,13 +93,10 @@ def _may_be_on_hub(text: str) -> bool:
     return not is_in_book(text) and not text.startswith((".", "~", "/")) and text.count("/") <= 1
 
 
-def _tokenizer_class(folder: Path) -> list[str | None]:
-    """The values of config.json that choose the tokenizer's class."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return []
+def read_json_file(file: Path) -> dict[str, Any]:
+    """The content of a JSON file of a model. Raises: RequestError if it is no JSON."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
-    return [config.get("model_type"), config.get("tokenizer_class")]
+    return content

@@ -104,11 +104,6 @@ WITH_EXPERTS = traced(
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
 GPT2 = {"model.facts.architecture": "GPT2LMHeadModel", "model.facts.measured": MEASURED}
-LLAMA_3_1 = {
-    "model.facts.architecture": "LlamaForCausalLM",
-    "model.facts.max_position_embeddings": 131_072,
-    "model.facts.measured": MEASURED,
-}
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 PADDED_DDP = {**DDP, **PADDED}
 IN_TOKENS = {TOKENS: 65_536, SAMPLES: None}
@@ -151,7 +146,6 @@ CASES = [
     Case("length-beyond-model", "training.max_length", LONG | {"model.yarn_factor": 1.1}),
     Case("yarn-not-possible", "model.yarn_original_positions", {"model.yarn_original_positions": 1024}),
     Case("yarn-not-possible", "model.yarn_factor", {"model.yarn_factor": 2.0}, GPT2),
-    Case("yarn-not-possible", "model.yarn_factor", {"model.yarn_factor": 2.0}, LLAMA_3_1),
     Case("chat-template-not-found", "model.chat_template", {"model.chat_template": "not/there.jinja"}),
     Case("chat-template-not-found", "model.chat_template", {"model.chat_template": "trl:nonesuch"}),
     # data

@@ -33,10 +33,9 @@ def model_folder(config: RunConfig) -> Iterator[str]:
 
 @rule("model-not-causal", fix="a causal language model, or of one with images a checkpoint of its text part alone")
 def model_not_causal(config: RunConfig) -> Iterator[Finding]:
-    """Refuse a config.json that names another head, or an encoder.
+    """Refuse a config.json that names another head, which has another loss.
 
-    Another head has another loss, and an encoder sees the token that it should predict. What transformers has no
-    causal language model for is found earlier.
+    What transformers has no causal language model for is found earlier.
     """
     if reason := non_causal_reason(config.model):
         yield Finding(reason, "model.path" if config.model.path else "model.name")
