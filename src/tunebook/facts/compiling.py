@@ -1,7 +1,6 @@
 """torch's settings for compiling a transformer block, for training and for measuring what a block keeps.
 
-torch has one set of these settings per process, so all blocks of a process are compiled in the same way. Also the
-notice on the terminal before compilations, which take long without output.
+torch has one set of these settings per process, so all blocks of a process are compiled in the same way.
 """
 
 from __future__ import annotations
@@ -15,24 +14,16 @@ from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import attention_facts
 
 # Inputs of a block with dynamic sizes: everything passed to its forward pass, and nothing that belongs to the block
-# itself. `dynamic=True` would make that dynamic too where FSDP has wrapped the block, since torch (2.11 and 2.13) then
-# does not treat the block's numbers as constants. With a head size unknown to the compiler, rotating the positions took
-# 178 ms of a step of 3.1 s (Llama 3 8B on each of four H200); without that, a step was 2.4% faster (h200x4_speed.jsonl
-# and h200x4_beside_peers.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
+# itself. `dynamic=True` would make the head size dynamic too where FSDP has wrapped the block, which made a step 2.4%
+# slower (h200x4_speed.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
 _OPEN = r"L\['(?!self'\]).*"  # matches torch's names of local variables and of their contents
 
-# What compiling costs and gains at most; `auto` compares them for the run. Both favor compiling, since a long run loses
-# more by a wrong choice than a short one.
-# Seconds of a run's checks and steps with empty caches above those of the same run with full ones: 30 layers of a Llama
-# on an H100. Full caches are read in some seconds, too, so that compiling costs more.
-# Source: the two runs of smollm2_135m_boolq with seed 42 in h100_smollm2.jsonl.
+# The least that compiling costs in seconds, and the factor of speed that it gains at most; `auto` compares them for a
+# run. Both favor compiling, since a long run loses more by a wrong choice than a short one.
+# Sources: h100_smollm2.jsonl, h200x2_architectures.jsonl and h100_hopper_image.jsonl.
 COMPILE_SECONDS = 20.0
-# Most steps that compiled blocks took per time relative to the same blocks not compiled, over all measured
-# architectures. Source: qwen3_compiled_lora and qwen3_lora of h200x2_architectures.jsonl.
 LARGEST_GAIN = 1.63
-# The same of SmolLM2-135M, assumed for all models with fewer parameters than Qwen2.5-0.5B: the GPU waits for the CPU to
-# start each kernel, and compiled blocks have fewer. Source: smollm2_135m_boolq-2 and boolq-uncompiled of
-# h100_hopper_image.jsonl, on two machines with an H100 each, of which one may be up to 1.4 times as fast as the other.
+# Models with fewer parameters than Qwen2.5-0.5B gain more: the GPU waits for the CPU to start each kernel.
 SMALL_PARAMETERS = 494_032_768
 LARGEST_GAIN_OF_SMALL = 4.7
 
@@ -61,8 +52,7 @@ def set_up_compiler(*, recomputes: bool) -> None:
     from torch._functorch import config as functorch
 
     # torch would cut graphs at the ends of DDP's buckets, to send gradients while the rest of a graph runs. Separate
-    # blocks allow that already. Cut blocks kept 8 GiB more of Qwen2.5-3B's activations and were slower (2 H200, rows of
-    # 8,192 tokens: h200_speed_spread.jsonl).
+    # blocks allow that already. Cut blocks kept more activations and were slower (h200_speed_spread.jsonl).
     dynamo.optimize_ddp = False
     torch.compiler.config.dynamic_sources = _OPEN
     for reason in _REASONS_TO_KEEP:
@@ -86,20 +76,13 @@ def keeping_compiler_settings() -> Iterator[None]:
         yield
 
 
-def compilation_notice(config: RunConfig) -> str | None:
-    """What the first passes of a run compile, and how long it takes; None if nothing.
-
-    Without DeepSpeed's operators, which are compiled earlier.
-    """
-    parts: list[str] = []
-    if config.model.compile_layers:
-        parts.append("torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)")
-    parts += filter(None, [attention_facts(config).compiles_itself])
-    if config.model.liger_kernel:
-        parts.append("Triton the kernels of Liger (some seconds)")
+def compiles_kernels(config: RunConfig) -> bool:
+    """Whether the first passes of a run compile kernels, which takes up to minutes without output."""
     facts = config.model.facts
-    packages = facts.measured.packing_packages if facts is not None and facts.measured is not None else []
-    if packages and config.hardware.generation is not Generation.cpu:
-        # Layers of Qwen3.5-9B: h200x2_models.jsonl, 56 s for the leak probe and 117 s for the first step.
-        parts.append(f"Triton the kernels of {', '.join(packages)}, in several variants each (3 minutes on an H200)")
-    return f"the first steps compile, without output: {'; '.join(parts)}. Later runs reuse them" if parts else None
+    has_state_kernels = facts is not None and facts.measured is not None and bool(facts.measured.packing_packages)
+    return bool(
+        config.model.compile_layers
+        or config.model.liger_kernel
+        or attention_facts(config).compiles_itself
+        or (has_state_kernels and config.hardware.generation is not Generation.cpu)
+    )

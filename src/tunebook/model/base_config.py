@@ -21,9 +21,9 @@ def model_folder_problem(model: ModelConfig) -> str | None:
     folder = resolve_path(model.path)
     if (folder / "config.json").is_file():
         return None
-    what = "has no config.json" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
+    problem = "has no config.json" if folder.is_dir() else "does not exist"
     return (
-        f"the folder {folder} {what}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
+        f"the folder {folder} {problem}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
         "*.safetensors)"
     )
 
@@ -40,16 +40,14 @@ def read_config(model: ModelConfig) -> dict[str, Any] | None:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise broken_config(f"{file} cannot be read as JSON ({error}); download or copy the model again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+    is_object = isinstance(config, dict) and isinstance(config.get("text_config", {}), dict)
+    if not is_object or not (config.get("model_type") or config.get("architectures")):
         raise broken_config(
-            f"{file} holds no JSON object, so it is no model's config.json; name the model's own folder in model.path"
+            f"{file} is no object with model_type or architectures, so it is no model's config.json; name the model's "
+            "own folder in model.path"
         )
-    if not config.get("model_type") and not config.get("architectures"):
-        raise broken_config(
-            f"{file} names neither model_type nor architectures, so it is no model's config.json; name the model's own "
-            "folder in model.path"
-        )
-    return config
+    stated: dict[str, Any] = config
+    return stated
 
 
 def broken_config(message: str) -> RequestError:

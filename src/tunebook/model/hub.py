@@ -1,9 +1,8 @@
-"""Models on the hub: fetching and checking them, and the errors when the hub does not answer."""
+"""Models on the hub: fetching them, and the errors when the hub does not answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
@@ -11,7 +10,6 @@ from tunebook.errors import RequestError, TunebookError, causes, first_line
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.weight_files import STORED, find_weight_files
 
-_TIMEOUT_S = 10.0
 _FOLDER_KEY = "model.name=null model.path"  # what names a folder instead of the hub
 
 
@@ -69,21 +67,6 @@ def fetch_weights(model: ModelConfig) -> Path:
         if find_weight_files(folder):
             break
     return folder
-
-
-def check_hub_model(model: ModelConfig) -> None:
-    """Refuse a hub model whose weights are neither in the cache nor within reach. Raises: RequestError."""
-    from huggingface_hub import HfApi
-
-    folder = fetch_config(model)
-    with suppress(RequestError):  # an index that names files which were not downloaded yet
-        if find_weight_files(folder):
-            return
-    assert model.name is not None
-    try:
-        HfApi().model_info(model.name, revision=model.revision, timeout=_TIMEOUT_S)
-    except Exception as error:  # the hub's errors, and those of the HTTP library below it
-        raise hub_problem(error, "model", model.name, model.revision) from error
 
 
 def hub_problem(

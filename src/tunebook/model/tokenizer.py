@@ -11,7 +11,6 @@ import json
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import CHATML_TEMPLATE
@@ -224,7 +223,8 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make generation stop at the token that training ends answers with, and at those that it stopped at before.
 
-    Also corrects contradictory generation settings, which transformers refuses to write.
+    Also corrects contradictory generation settings, which transformers refuses to write. Raises: RequestError for
+    those that it cannot correct.
     """
     settings = model.generation_config
     settings.eos_token_id = stop_ids(model, tokenizer)
@@ -235,21 +235,12 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         settings.validate(strict=True)
     except ValueError:  # a temperature of 0 is a server's way to write greedy decoding
         settings.update(**({"temperature": None} if settings.temperature == 0.0 else {"do_sample": True}))
-
-
-def rehearse_saving(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the settings and the tokenizer of a trained model to a scratch folder, before the training.
-
-    Raises: RequestError if the library refuses to write what it has read.
-    """
     try:
-        with TemporaryDirectory() as folder:
-            for part in (model.config, model.generation_config, tokenizer):
-                part.save_pretrained(folder)
-    except Exception as error:  # whatever a library raises for settings that it has read
+        settings.validate(strict=True)
+    except ValueError as error:
         raise RequestError(
-            f"the files of the trained model could not be written at the end ({first_line(error)}): its configuration, "
-            "generation settings or tokenizer are wrong; correct them in a copy of the model, named by model.path=DIR",
+            f"the model's generation settings are contradictory ({first_line(error)}), so the trained model could not "
+            "be written; correct generation_config.json in a copy of the model, named by model.path=DIR",
             problem_id="model-cannot-be-saved",
         ) from error
 

@@ -31,7 +31,7 @@ from tunebook.model.blocks import compile_layers, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.tiled_mlp import tile_mlps
-from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, rehearse_saving, trainer_tokenizer
+from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, trainer_tokenizer
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
@@ -64,7 +64,6 @@ def build_trainer(
     if zero_stage(config.parallelism.strategy) in (1, 2):
         link_in_flat_order()
     agree_on_tokens(model, tokenizer)
-    rehearse_saving(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )

@@ -31,7 +31,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import schedule_of, solve_batch
 from tunebook.data.prepared import PREPARED_FILE, load_prepared
 from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
-from tunebook.facts.compiling import compilation_notice
+from tunebook.facts.compiling import compiles_kernels
 from tunebook.facts.peaks import peak_of
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.model.flops import attended_length_tokens, flops_per_token
@@ -109,8 +109,8 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     schedule = schedule_of(config, plan, lengths)
     clock.passed("data")
     trainer = build_trainer(config, plan, prepared, schedule, folder, clock)
-    if trainer.args.process_index == 0 and (notice := compilation_notice(config)) is not None:
-        print(notice, flush=True)
+    if trainer.args.process_index == 0 and compiles_kernels(config):
+        print("the first steps compile kernels, which takes up to minutes; later runs reuse them", flush=True)
     patience = config.training.early_stopping_patience
     stopping = trainer.stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)

@@ -20,8 +20,8 @@ from tunebook.model.parameters import (
 from tunebook.plan.architecture.base_model import OWN_QUANTIZER
 from tunebook.plan.rules.frame import Finding, rule
 
-# Modules of a Llama-like model other than its linear layers.
-_MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+# Modules of a Llama-like model that can be trained whole, other than its linear layers.
+_MODULES = ("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm")
 
 
 @rule("adapter-on-output-head", "peft.target_modules", "peft.modules_to_save=[lm_head] to train the whole head")
