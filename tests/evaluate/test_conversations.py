@@ -12,7 +12,7 @@ from tunebook.evaluate.harness import (
     check_prompt_lengths,
     render_conversations,
 )
-from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer_files import read_chat_template
 
 
 def write(folder: Path, *records: object) -> Path:

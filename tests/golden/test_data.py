@@ -23,7 +23,7 @@ from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.encode import Encoder
 from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.errors import TunebookError
-from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer_files import read_chat_template
 
 from ..data.test_docs import examples
 from ..data.test_template_families import (

@@ -21,8 +21,8 @@ from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template_content import Part, find_missing
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import GENERATION_MARKER
 from tunebook.model.tokenizer import stop_token_ids
+from tunebook.model.tokenizer_files import GENERATION_MARKER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,8 +19,7 @@ from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import CHATML_TOKENS, read_chat_template
-from tunebook.model.tokenizer_files import read_json_file, tokenizer_folder
+from tunebook.model.tokenizer_files import CHATML_TOKENS, read_chat_template, read_json_file, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ from tunebook.config.book import TRAINING_TEMPLATE
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.errors import RequestError
 from tunebook.model.base_config import model_folder_problem, non_causal_reason
-from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.positions import positions_of, yarn_refusal
+from tunebook.model.tokenizer_files import read_chat_template
 from tunebook.plan.rules.frame import Finding, rule
 
 
