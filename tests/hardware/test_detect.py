@@ -103,11 +103,9 @@ def test_an_unknown_capability_is_noted(nvml):
     [
         ("1", ["b"]),
         ("2,0", ["c", "a"]),  # CUDA's order is the variable's
-        ("0, 1", ["a", "b"]),
         ("0,7,1", ["a"]),  # everything after the first that does not exist is ignored, as CUDA does
         ("GPU-1b", ["b"]),
         ("", []),
-        ("-1", []),
         ("nonsense", []),
     ],
 )
@@ -151,13 +149,12 @@ def test_one_broken_gpu_does_not_hide_the_others(nvml):
     ("compilers", "variable", "has_headers", "has_triton", "missing"),
     [
         ({"gcc"}, None, True, True, None),
-        ({"clang"}, None, True, True, None),
         (set(), "/opt/bin/cc", True, True, None),
         (set(), None, True, True, "apt install gcc"),
         ({"gcc"}, None, False, True, "apt install python3-dev"),
         ({"gcc"}, None, True, False, "pip install triton"),
     ],
-    ids=["gcc", "clang", "named", "no_compiler", "no_headers", "no_triton"],
+    ids=["gcc", "named", "no_compiler", "no_headers", "no_triton"],
 )
 def test_what_triton_lacks_to_build_its_launchers(
     monkeypatch, tmp_path, compilers, variable, has_headers, has_triton, missing

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tunebook.config.choices import Fp8Scaling
-from tunebook.errors import RequestError
 from tunebook.model.blocks import (
     compile_layers,
     convert_to_fp8,
@@ -95,11 +94,6 @@ class TestConverted:
             assert parameter.grad.dtype == torch.float32
             assert float((parameter.grad - other).norm()) < 0.2 * float(other.norm()), name
 
-    def test_a_model_with_nothing_to_gain_is_refused(self, model):
-        with pytest.raises(RequestError) as caught:
-            convert_to_fp8(model(intermediate_size=64), Fp8Scaling.tensorwise, emulate=True)
-        assert caught.value.problem_id == "fp8-nothing-to-convert"
-
     @pytest.mark.usefixtures("own_compiler")
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
     def test_plain_products_are_those_of_the_model_that_was_converted(self, model, relative_difference, is_compiled):
@@ -115,11 +109,4 @@ class TestConverted:
                     assert count_fp8_layers(converted) == 0
                 # Where a sum's last bit decides how a number is rounded to fp8; without fp8 it is more.
                 assert relative_difference(logits(converted), in_fp8) < 1e-3
-        assert count_fp8_layers(converted) == 4
-
-    def test_plain_products_end_with_an_error_too(self, model):
-        converted = model()
-        convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
-        with pytest.raises(KeyError), plain_products(converted):
-            raise KeyError
         assert count_fp8_layers(converted) == 4

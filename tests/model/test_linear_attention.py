@@ -129,13 +129,6 @@ def test_a_state_by_hand():
     assert by_document("cu_seqlens", running_sum, row)[0].flatten().tolist() == [1, 3, 7, 15]
 
 
-def test_a_kernel_that_is_not_told_leaks():
-    """As chunk_kda in transformers 5.23: its layers pass `cu_seq_lens_q` on, which the kernel does not take."""
-    row = torch.ones(1, 4, 1)
-    told = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
-    assert by_document("cu_seqlens", lambda x, **_: x.cumsum(dim=1), row, **told).flatten().tolist() == [1, 2, 3, 4]
-
-
 def recurrence(query, key, value, gates, *, scale, cu_seqlens):
     """Linear attention with one gate per head, token by token: (1, T, H, ...) as fla-core's `chunk_simple_gla`."""
     ends, results = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), []

@@ -116,9 +116,7 @@ def test_positions_by_factor():
 @pytest.mark.parametrize(
     ("stated", "reason"),
     [
-        ({}, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "several kinds"),
     ],

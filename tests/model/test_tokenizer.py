@@ -24,7 +24,7 @@ from tunebook.model.tokenizer import (
     tokenizer_hash,
     trainer_tokenizer,
 )
-from tunebook.model.tokenizer_files import tokenizer_files_hash, tokenizer_folder
+from tunebook.model.tokenizer_files import tokenizer_files_hash
 
 
 def make_folder(
@@ -147,12 +147,6 @@ def test_a_tokenizer_out_of_reach_says_how_to_bring_it(tmp_path: Path, monkeypat
         with pytest.raises(RequestError, match=r"hf download nobody/nothing.*HF_HUB_CACHE") as caught:
             load_tokenizer(model)
         assert caught.value.problem_id == "hub-out-of-reach"
-
-
-def test_another_tokenizer_can_be_named(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "other")
-    assert tokenizer_folder(schema.ModelConfig(name="nobody/nothing", tokenizer=str(folder))) == folder
-    assert (tokenizer_folder(schema.ModelConfig(path="book:recipes/quickstart/model")) / "tokenizer.json").is_file()
 
 
 def test_generation_stops_at_both_kinds_of_end(tmp_path: Path) -> None:

@@ -138,32 +138,13 @@ def test_experts_that_are_stored_one_by_one_fill_the_model(tmp_path: Path) -> No
         check_stored_weights(make("mixtral"), tmp_path)
 
 
-@pytest.mark.parametrize("stored_under", [["model.embed_tokens.weight"], ["lm_head.weight"], None], ids=str)
-def test_a_tied_weight_is_stored_under_any_of_its_names(stored_under: list[str] | None) -> None:
-    model = make("qwen2", tie_word_embeddings=True)
-    names = {"model.embed_tokens.weight", "lm_head.weight"}
-    kept = {name: shape for name, shape in shapes_of(model).items() if stored_under is None or name not in names}
-    kept |= dict.fromkeys(stored_under or [], (64, 16))
-    assert compare_shapes(model, kept) == {"missing": [], "unexpected": [], "mismatched": []}
-
-
 def test_a_weight_that_is_not_stored_under_any_name_is_missing(untied: PreTrainedModel) -> None:
-    tied = make("qwen2", tie_word_embeddings=True)
+    tied = make("llama", tie_word_embeddings=True)
     rest = {name: shape for name, shape in shapes_of(tied).items() if name.startswith("model.layers")}
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(compare_shapes(tied, rest)["missing"])
     stored = shapes_of(untied)
     del stored["lm_head.weight"]
     assert compare_shapes(untied, stored)["missing"] == ["lm_head.weight"]
-
-
-def test_buffers_of_old_checkpoints_are_ignored(untied: PreTrainedModel) -> None:
-    stored = shapes_of(untied) | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
-    assert compare_shapes(untied, stored)["unexpected"] == []
-
-
-def test_weights_of_the_base_model_alone_have_no_prefix(untied: PreTrainedModel) -> None:
-    stored = {name.removeprefix("model."): shape for name, shape in shapes_of(untied).items()}
-    assert compare_shapes(untied, stored) == {"missing": [], "unexpected": [], "mismatched": []}
 
 
 def test_each_kind_of_difference_is_named(untied: PreTrainedModel, tmp_path: Path) -> None:

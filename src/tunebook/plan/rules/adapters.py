@@ -40,8 +40,8 @@ def adapter_on_output_head(config: RunConfig) -> Iterator[str]:
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     """Refuse names of modules that the model does not have, and ranks and alphas of layers without an adapter.
 
-    PEFT does not report them if it finds others: the adapter would be smaller, or have another rank, than requested.
-    Only models with Llama's linear layers are checked here; others are checked when their adapter is made.
+    PEFT ignores them if it finds others: the adapter would be smaller, or have another rank, than requested. Only
+    models with Llama's linear layers are checked.
     """
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or not is_named_like_llama(facts):
