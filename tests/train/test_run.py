@@ -317,7 +317,7 @@ def test_a_base_model_learns_the_tokens_of_chatml(config, run, changed, base_wit
 
 
 def test_generation_settings_that_cannot_be_saved_are_corrected_before_the_training(
-    config, run, changed, tiny_model, tmp_path, capsys
+    config, run, changed, tiny_model, tmp_path
 ):
     base = tmp_path / "base"
     load_model(config).save_pretrained(base)
@@ -329,7 +329,7 @@ def test_generation_settings_that_cannot_be_saved_are_corrected_before_the_train
     )
     config = changed(config, model={"path": str(base), "weights": Weights.pretrained}, training={"max_steps": 1})
     folder, code, _ = run(config)
-    assert (code, "do_sample=true" in capsys.readouterr().out) == (0, True)
+    assert code == 0
     written = json.loads((folder / "model" / "generation_config.json").read_text())
     assert (written["do_sample"], written["eos_token_id"]) == (True, [0, 2])
 
