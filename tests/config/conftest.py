@@ -114,7 +114,7 @@ def gpu(name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), index: 
     """A GPU as NVML would describe it."""
     from tunebook.facts.generations import generation_of
 
-    generation = generation_of(capability).generation
+    generation = generation_of(capability)
     return Gpu(name=name, memory_gib=memory, compute_capability=capability, generation=generation, index=index)
 
 

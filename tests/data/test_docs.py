@@ -12,7 +12,7 @@ from tunebook.config.book import book_root
 from tunebook.config.choices import Format, TrainOn
 from tunebook.data.encode import Encoder
 from tunebook.data.formats import FormatSettings, Normalizer
-from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer_files import read_chat_template
 
 PAGE = Path(book_root()) / "docs" / "data.md"
 

@@ -18,8 +18,8 @@ from tunebook.data.corpus import IGNORED_LABEL, CorpusKind
 from tunebook.data.encode import LEFT_OUT, REWRITTEN, Encoder
 from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.errors import DataError, RequestError
-from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.tokenizer import load_tokenizer
+from tunebook.model.tokenizer_files import read_chat_template
 
 from .conftest import write_tokenizer
 

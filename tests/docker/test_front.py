@@ -123,7 +123,7 @@ def test_an_unknown_gpu_counts_as_the_newest_known_that_is_older(machine, capabi
     machine.gpus(ONE_GPU.format(capability, "590.44.01", "NVIDIA X"))
     assert machine.front("env").returncode == 0
     major, minor = map(int, capability.split("."))
-    expected = GENERATIONS[generation_of((major, minor)).generation].image.name
+    expected = GENERATIONS[generation_of((major, minor))].image.name
     assert machine.setting("TUNEBOOK_GENERATION") == expected
 
 

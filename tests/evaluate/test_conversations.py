@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.errors import DataError
 from tunebook.evaluate.harness import render_conversations
-from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer_files import read_chat_template
 
 
 def write(folder: Path, *records: object) -> Path:

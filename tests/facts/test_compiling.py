@@ -1,35 +1,31 @@
-"""What the terminal says of compilations that take long in silence."""
-
-from dataclasses import replace
+"""Which runs compile kernels in their first steps."""
 
 import pytest
 
-from tunebook.config.choices import Generation
-from tunebook.facts.compiling import compilation_notice
+from tunebook.config.choices import Attention, Generation
+from tunebook.config.frozen import plain_config
+from tunebook.config.model_facts import LayerFacts, ModelFacts
+from tunebook.config.schema import AttentionConfig, HardwareConfig, ModelConfig
+from tunebook.facts.compiling import compiles_kernels
 
-from ..plan.plans import resolved
-
-
-def test_a_run_that_compiles_nothing_says_nothing():
-    assert compilation_notice(resolved("quickstart")) is None
+NUMBERS = dict.fromkeys(("num_layers", "parameters", "linear_parameters", "active_parameters", "largest_parameter"), 1)
+WITH_STATES = ModelFacts(measured=LayerFacts(**NUMBERS, packing_packages=["fla-core"]))
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("model", "attention", "generation", "compiles"),
     [
-        ("model.compile_layers=true", "torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)"),
-        ("attention=flash_attention_4", "flash-attn 4 a kernel for each new shape"),
-        ("attention=flex_attention", "torch.compile the attention"),
+        ({}, Attention.sdpa, Generation.hopper, False),
+        ({"compile_layers": True}, Attention.sdpa, Generation.hopper, True),
+        ({}, Attention.flex_attention, Generation.hopper, True),
+        ({"facts": WITH_STATES}, Attention.sdpa, Generation.cpu, False),
+        ({"facts": WITH_STATES}, Attention.sdpa, Generation.ada, True),
     ],
 )
-def test_what_is_compiled_is_named(override, said):
-    notice = compilation_notice(resolved("quickstart", override))
-    assert notice.startswith(f"the first steps compile, without output: {said}")
-
-
-def test_kernels_of_packages_are_compiled_on_gpus():
-    config = resolved("quickstart")
-    config.model.facts.measured = replace(config.model.facts.measured, packing_packages=["fla-core"])
-    assert compilation_notice(config) is None, "a CPU calls none of them"
-    config.hardware.generation = Generation.hopper
-    assert "Triton the kernels of fla-core" in compilation_notice(config)
+def test_what_compiles_kernels(model, attention, generation, compiles):
+    config = plain_config(
+        model=ModelConfig(**model),
+        attention=AttentionConfig(implementation=attention),
+        hardware=HardwareConfig(generation=generation),
+    )
+    assert compiles_kernels(config) is compiles

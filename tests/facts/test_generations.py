@@ -1,38 +1,24 @@
 """The table of GPU generations."""
 
-import re
-
 import pytest
 
 from tunebook.config.choices import Attention, Generation
-from tunebook.facts.generations import (
-    GENERATIONS,
-    can_run,
-    generation_of,
-    image_for_driver,
-)
+from tunebook.facts.generations import GENERATIONS, can_run, generation_of, image_for_driver
 
 GPUS = [name for name in GENERATIONS if name is not Generation.cpu]
 
 
-def test_every_generation_but_auto_is_in_the_table():
-    assert set(GENERATIONS) == set(Generation) - {Generation.auto}
-
-
 @pytest.mark.parametrize(
-    ("capability", "generation", "note"),
+    ("capability", "generation"),
     [
-        ((8, 9), Generation.ada, None),
-        ((8, 7), Generation.ampere, r"8\.7 is not in the table; taken as ampere \(8\.6\)"),
-        ((10, 3), Generation.blackwell, r"10\.3 is not in the table; taken as blackwell \(10\.0\)"),
-        ((13, 0), Generation.blackwell, r"13\.0 is not in the table; taken as blackwell \(12\.0\)"),
-        ((6, 1), Generation.volta, r"6\.1 is older than 7\.0"),
+        ((8, 9), Generation.ada),
+        ((8, 7), Generation.ampere),
+        ((13, 0), Generation.blackwell),
+        ((6, 1), Generation.volta),
     ],
 )
-def test_unknown_capability_is_the_nearest_older_one_and_says_so(capability, generation, note):
-    match = generation_of(capability)
-    assert match.generation is generation
-    assert re.search(note, match.note) if note else match.note is None
+def test_unknown_capability_is_the_nearest_older_one(capability, generation):
+    assert generation_of(capability) is generation
 
 
 @pytest.mark.parametrize(
@@ -64,7 +50,6 @@ def test_number_formats_come_in_the_order_of_the_generations():
         (Generation.volta, "525.60.13", "volta", "2.10.0"),
         (Generation.ada, "580.65.06", "ampere", "2.13.0"),
         (Generation.hopper, None, "hopper", "2.13.0"),
-        (Generation.cpu, None, "cpu", "2.13.0"),
     ],
 )
 def test_the_driver_decides_the_image(generation, driver, image, torch):

@@ -26,8 +26,8 @@ from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.prepare import prepare
 from tunebook.data.view import show_prepared
 from tunebook.errors import TunebookError
-from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.tokenizer import load_tokenizer
+from tunebook.model.tokenizer_files import read_chat_template
 
 from ..data.test_docs import examples
 from ..data.test_template_families import (

@@ -43,8 +43,8 @@ def test_free_space_is_required(monkeypatch, tmp_path, needed, fits):
     if fits:
         require_space(folder, needed, "this")
     else:
-        with pytest.raises(DoesNotFitError, match="has 1 GiB free and this takes about 1 GiB") as raised:
+        with pytest.raises(DoesNotFitError) as raised:
             require_space(folder, needed, "this")
-        assert (raised.value.exit_code, raised.value.problem_id) == (3, "disk-full")
+        assert raised.value.problem_id == "disk-full"
     disk.total = 0  # a file system that does not count
     require_space(folder, needed, "this")

@@ -32,6 +32,11 @@ def small_config(architecture, **sizes):
     return AutoConfig.for_model(kind, text_config=sizes, vision_config=TOWER, **of_all)
 
 
+def daily(names, *chosen):
+    """Parameters of which only the chosen ones run every day, and the others at night."""
+    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.nightly) for name in names]
+
+
 @pytest.fixture(scope="session")
 def model_pair():
     """The same small model of an architecture twice: with sdpa, and with another attention."""

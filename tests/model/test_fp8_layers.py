@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tunebook.config.choices import Fp8Scaling
-from tunebook.errors import RequestError
 from tunebook.model.blocks import (
     compile_layers,
     convert_to_fp8,
@@ -50,9 +49,8 @@ def test_only_large_layers_of_the_blocks_are_chosen(model):
     assert layers_for_fp8(model(), Fp8Scaling.tensorwise) == CONVERTED
 
 
-@pytest.mark.parametrize("sizes", [{"intermediate_size": 2056}, {"hidden_size": 24}], ids=["out", "in"])
-def test_sizes_that_the_kernels_do_not_take_are_left_alone(model, sizes):
-    assert layers_for_fp8(model(**sizes), Fp8Scaling.tensorwise) == []
+def test_sizes_that_the_kernels_do_not_take_are_left_alone(model):
+    assert layers_for_fp8(model(intermediate_size=2056), Fp8Scaling.tensorwise) == []
 
 
 def test_without_torchao_no_layer_is_in_fp8():
@@ -88,17 +86,13 @@ class TestConverted:
     def test_gradients_are_those_of_bf16_but_for_rounding(self, model):
         converted, plain = model(), model()
         convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
-        for one in (converted, plain):
-            logits(one).logsumexp(-1).sum().backward()
+        for model_ in (converted, plain):
+            logits(model_).logsumexp(-1).sum().backward()
         expected = dict(plain.named_parameters())
         for name, parameter in converted.named_parameters():
             other = expected[name].grad
             assert parameter.grad.dtype == torch.float32
             assert float((parameter.grad - other).norm()) < 0.2 * float(other.norm()), name
-
-    def test_a_model_with_nothing_to_gain_is_refused(self, model):
-        with pytest.raises(RequestError, match=r"no linear layer of Qwen2ForCausalLM .* try precision=bf16"):
-            convert_to_fp8(model(intermediate_size=64), Fp8Scaling.tensorwise, emulate=True)
 
     @pytest.mark.usefixtures("own_compiler")
     @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
@@ -115,11 +109,4 @@ class TestConverted:
                     assert count_fp8_layers(converted) == 0
                 # Where a sum's last bit decides how a number is rounded to fp8; without fp8 it is more.
                 assert relative_difference(logits(converted), in_fp8) < 1e-3
-        assert count_fp8_layers(converted) == 4
-
-    def test_plain_products_end_with_an_error_too(self, model):
-        converted = model()
-        convert_to_fp8(converted, Fp8Scaling.tensorwise, emulate=True)
-        with pytest.raises(KeyError), plain_products(converted):
-            raise KeyError
         assert count_fp8_layers(converted) == 4

@@ -1,32 +1,55 @@
-"""Loading the initial model of a run: random weights, weights of a folder, and errors."""
+"""Loading the initial model of a run: random and stored weights, which ranks read or draw them, and errors."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tunebook.config.choices import Attention, Weights
+from tunebook.config.choices import Attention, Compute, MixedPrecision, PeftMethod, Strategy, Weights
 from tunebook.config.compose import compose
+from tunebook.config.frozen import plain_config
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import (
+    AttentionConfig,
+    FsdpConfig,
+    ModelConfig,
+    ParallelismConfig,
+    PeftSettings,
+    PrecisionConfig,
+    RunConfig,
+    ZeroConfig,
+)
 from tunebook.errors import RequestError
-from tunebook.hardware.detect import Machine
+from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.model.load import (
     architecture_from_facts,
     attention_option,
+    begin_loading,
     check_model,
+    finish_loading,
     load_architecture,
     load_model,
 )
-from tunebook.plan.auto.resolve import resolve_auto
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+FACTS = ModelFacts(
+    architecture="LlamaForCausalLM", num_parameters=1, num_layers=2, hidden_size=16, intermediate_size=24,
+    num_attention_heads=2, num_key_value_heads=1, vocab_size=64, max_position_embeddings=64, dtype="float32",
+    tie_word_embeddings=True,
+)  # fmt: skip
+SINGLE, DDP = ParallelismConfig(strategy=Strategy.single), ParallelismConfig(strategy=Strategy.ddp)
+ZERO2, ZERO3 = ZeroConfig(strategy=Strategy.zero2), ZeroConfig(strategy=Strategy.zero3)
+CAST = ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)
+FSDP = FsdpConfig(strategy=Strategy.fsdp)
+ALL_LOAD = FsdpConfig(strategy=Strategy.fsdp, cpu_ram_efficient_loading=False)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -40,26 +63,34 @@ def folder(tmp_path: Path, project_root: Path) -> Path:
     return copy
 
 
-@pytest.fixture
-def config(folder: Path) -> RunConfig:
-    composed = compose("quickstart", [f"model.path={folder}"]).config
-    return resolve_auto(composed, NO_GPU).config
-
-
-@pytest.fixture
-def with_weights(config: RunConfig, folder: Path) -> RunConfig:
-    load_model(config).save_pretrained(folder)
-    config.model.weights = Weights.pretrained
-    return config
-
-
-def same(first: torch.nn.Module, second: torch.nn.Module) -> bool:
-    return all(
-        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+def run(folder: Path, parallelism: ParallelismConfig = SINGLE, **model: Any) -> RunConfig:
+    """A run of the model in a folder, with random weights."""
+    return plain_config(
+        model=ModelConfig(**{"path": str(folder), "weights": Weights.random} | model),
+        attention=AttentionConfig(implementation=Attention.sdpa),
+        precision=PrecisionConfig(compute=Compute.fp32),
+        parallelism=parallelism,
     )
 
 
-def test_random_weights_are_the_seeds(config: RunConfig) -> None:
+@pytest.fixture
+def stored(folder: Path) -> Path:
+    """The same folder with weights."""
+    load_model(run(folder)).save_pretrained(folder)
+    return folder
+
+
+def pretrained(folder: Path, parallelism: ParallelismConfig = SINGLE) -> RunConfig:
+    return run(folder, parallelism, weights=Weights.pretrained)
+
+
+def same(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(tensor, other) for tensor, other in pairs)
+
+
+def test_random_weights_are_the_seeds(folder: Path) -> None:
+    config = run(folder)
     first = load_model(config)
     torch.rand(100)
     assert same(first, load_model(config))
@@ -67,91 +98,135 @@ def test_random_weights_are_the_seeds(config: RunConfig) -> None:
     assert not same(first, load_model(config))
 
 
-def test_a_folders_weights_come_back(with_weights: RunConfig, folder: Path) -> None:
-    assert same(load_model(with_weights), load_model(with_weights))
-    stored = load_file(folder / "model.safetensors")
-    loaded = load_model(with_weights).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+def test_a_folders_weights_come_back(stored: Path) -> None:
+    loaded = load_model(pretrained(stored)).state_dict()
+    weights = load_file(stored / "model.safetensors")
+    assert weights and all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("name", [None, "consolidated.safetensors", "model-00001-of-00002.safetensors"])
-def test_a_folder_without_weights_is_refused(config: RunConfig, folder: Path, name: str | None) -> None:
+def test_a_folder_without_weights_is_refused(folder: Path, name: str | None) -> None:
     """Also one with weights that transformers does not look for: under another name, or shards without their index."""
-    config.model.weights = Weights.pretrained
     if name is not None:
         save_file({"weight": torch.zeros(2)}, folder / name)
     with pytest.raises(RequestError) as caught:
-        load_model(config)
+        load_model(pretrained(folder))
     assert caught.value.problem_id == "model-without-weights"
 
 
-def test_a_folder_without_a_config_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    config.model.path = str(tmp_path)
-    with pytest.raises(RequestError, match=r"config.json"):
-        check_model(config.model)
-    config.model.path = str(tmp_path / "nix")
-    with pytest.raises(RequestError, match="nix"):
-        check_model(config.model)
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nix"):
+        with pytest.raises(RequestError) as caught:
+            check_model(ModelConfig(path=str(path)))
+        assert caught.value.problem_id == "model-folder"
 
 
-def test_weights_that_do_not_fill_the_model_are_refused(with_weights: RunConfig, folder: Path) -> None:
-    file = folder / "model.safetensors"
-    stored = load_file(file)
-    stored.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(stored, file, metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"1 missing keys such as model.layers.1.mlp.up_proj.weight"):
-        load_model(with_weights)
-    stored["extra.weight"] = torch.zeros(2)
-    save_file(stored, file, metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"1 unexpected keys such as extra\.weight"):
-        load_model(with_weights)
+def test_weights_that_do_not_fill_the_model_are_refused(stored: Path) -> None:
+    file = stored / "model.safetensors"
+    weights = load_file(file)
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(RequestError, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as caught:
+        load_model(pretrained(stored))
+    assert caught.value.problem_id == "weights-incomplete"
 
 
-def test_another_architecture_than_planned_is_refused(config: RunConfig) -> None:
-    assert config.model.facts is not None
-    config.model.facts.num_layers = 7
-    with pytest.raises(RequestError, match=r"num_layers=7 \(config.json: 2\)"):
-        load_architecture(config.model)
+def test_another_architecture_than_planned_is_refused(folder: Path) -> None:
+    with pytest.raises(RequestError, match="vocab_size") as caught:
+        load_architecture(ModelConfig(path=str(folder), weights=Weights.random, facts=FACTS))
+    assert caught.value.problem_id == "model-facts"
 
 
-def test_planned_facts_are_enough_for_random_weights_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = compose("qwen05b_single", ["model.weights=random"]).config
-    architecture = load_architecture(config.model)
-    assert (architecture.num_hidden_layers, architecture.vocab_size, architecture.model_type) == (24, 151936, "qwen2")
+def test_planned_facts_are_enough_for_random_weights_without_a_hub() -> None:
+    architecture = load_architecture(ModelConfig(name="no/where", weights=Weights.random, facts=FACTS))
+    assert (architecture.num_hidden_layers, architecture.vocab_size, architecture.model_type) == (2, 64, "llama")
+    with pytest.raises(RequestError) as caught:
+        load_architecture(ModelConfig(name="no/where", facts=FACTS))
+    assert caught.value.problem_id == "hub-out-of-reach"
 
 
-def test_without_a_hub_pretrained_weights_say_how_to_work_offline() -> None:
-    config = compose("qwen05b_single", ["model.revision=v1"]).config
-    with pytest.raises(RequestError, match=r"hf download Qwen/Qwen2.5-0.5B --revision v1 --local-dir DIR.*path=DIR"):
-        load_architecture(config.model)
-
-
-def test_an_unknown_architecture_is_named() -> None:
-    facts = ModelFacts(
-        architecture="NixForCausalLM",
-        num_parameters=1,
-        num_layers=1,
-        hidden_size=8,
-        intermediate_size=8,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=8,
-        max_position_embeddings=8,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    with pytest.raises(RequestError, match="NixForCausalLM is not known"):
-        architecture_from_facts(facts)
-
-
-def test_a_kernel_is_asked_of_the_part_that_computes_text_only() -> None:
+def test_a_kernel_is_requested_of_the_part_that_computes_text_only() -> None:
     """Gemma 4's part for sound has no sdpa."""
-    from transformers import AutoModelForCausalLM
-
     facts = compose(None, ["model=gemma4_e2b"]).config.model.facts
     assert facts is not None
-    architecture = architecture_from_facts(facts)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention_option(Attention.sdpa))
+        model = AutoModelForCausalLM.from_config(
+            architecture_from_facts(facts), attn_implementation=attention_option(Attention.sdpa)
+        )
     tower = model.model.audio_tower.config
     assert (model.config.text_config._attn_implementation, tower._attn_implementation) == ("sdpa", "eager")
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "compute", "sharing", "is_whole"),
+    [
+        (SINGLE, Compute.fp32, Sharing.each, True),
+        (DDP, Compute.fp16, Sharing.each, True),
+        (ZERO2, Compute.bf16, Sharing.each, True),
+        (ZERO2, Compute.fp16, Sharing.each, False),  # which DeepSpeed casts on the GPU
+        (CAST, Compute.bf16, Sharing.each, False),
+        (CAST, Compute.fp32, Sharing.each, True),  # in fp32 nothing is cast
+        (ZERO3, Compute.bf16, Sharing.scatter, False),
+        (FSDP, Compute.bf16, Sharing.send, False),
+        (ALL_LOAD, Compute.bf16, Sharing.each, False),
+    ],
+)
+def test_which_ranks_read_and_what_stays_whole(
+    parallelism: ParallelismConfig, compute: Compute, sharing: Sharing, is_whole: bool
+) -> None:
+    config = plain_config(parallelism=parallelism, precision=PrecisionConfig(compute=compute))
+    assert (sharing_of(config), stays_whole(config)) == (sharing, is_whole)
+    config.peft = PeftSettings(method=PeftMethod.qlora)  # quantized on the GPU of each rank while it is read
+    assert sharing_of(config) is Sharing.each
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "others_draw"), [(FSDP, False), (ZERO3, False), (DDP, False), (ALL_LOAD, True)]
+)
+def test_rank_0_draws_what_one_process_draws(folder: Path, parallelism: ParallelismConfig, others_draw: bool) -> None:
+    config = run(folder, parallelism)
+    alone = load_model(config)
+    assert same(begin_loading(config, rank=0), alone)
+    assert same(begin_loading(config, rank=1), alone) is others_draw
+
+
+def test_allocated_weights_have_own_addresses_and_real_buffers(folder: Path) -> None:
+    """accelerate identifies parameters by their addresses, and buffers are never sent."""
+    config = run(folder, FSDP)
+    allocated, drawn = begin_loading(config, rank=1), begin_loading(config, rank=0)
+    addresses = [parameter.data_ptr() for parameter in allocated.parameters()]
+    assert 0 not in addresses and len(set(addresses)) == len(addresses)
+    assert [(name, weight.shape) for name, weight in allocated.named_parameters()] == [
+        (name, weight.shape) for name, weight in drawn.named_parameters()
+    ]
+    buffers, expected = dict(allocated.named_buffers()), dict(drawn.named_buffers())
+    assert buffers.keys() == expected.keys() and buffers
+    assert all(torch.equal(buffers[name], expected[name]) for name in buffers)
+    assert allocated.get_output_embeddings().weight is allocated.get_input_embeddings().weight
+
+
+def test_only_rank_0_reads_under_fsdp_and_every_rank_elsewhere(stored: Path) -> None:
+    config, ddp = pretrained(stored, FSDP), pretrained(stored, DDP)
+    begun = begin_loading(config, rank=1)
+    assert finish_loading(config, begun, rank=1, device=CPU) is begun
+    first = torch.rand(3)
+    whole = finish_loading(config, begin_loading(config, rank=0), rank=0, device=CPU)
+    assert torch.equal(torch.rand(3), first), "adapters are drawn next, by each rank for itself"
+    assert same(whole, load_model(config))
+    assert same(finish_loading(ddp, begin_loading(ddp, rank=1), rank=1, device=CPU), whole)
+
+
+def test_a_gpu_is_read_into_directly(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[object] = []
+    original = AutoModelForCausalLM.from_pretrained
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        requested.append(options.pop("device_map", None))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
+    gpu = torch.device("cuda", 3)
+    for parallelism in (DDP, ALL_LOAD):
+        config = pretrained(stored, parallelism)
+        finish_loading(config, begin_loading(config, rank=1), rank=1, device=gpu)
+    assert requested == [{"": gpu}, None]

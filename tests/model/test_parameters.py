@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import PeftMethod
 from tunebook.model.parameters import count_parameters
-from tunebook.plan.memory import estimate_memory
 
 from ..plan.memory.layers import llama_layers
 
@@ -40,18 +39,11 @@ def test_an_adapter_is_counted_where_it_is_put(adapted, targets, of_a_layer):
 
 
 def test_modules_to_save_are_trained_whole(adapted):
-    facts, before = adapted.model.facts, estimate_memory(adapted, adapted.model.facts)
     adapted.peft.modules_to_save = ["lm_head", "model.embed_tokens"]
-    parameters = count_parameters(adapted, facts)
+    parameters = count_parameters(adapted, adapted.model.facts)
     assert parameters.trained == RANK * ALL * LAYERS + 2 * WORDS * HIDDEN
     assert (parameters.trained_embeddings, parameters.trained_head) == (WORDS * HIDDEN, WORDS * HIDDEN)
-    after = estimate_memory(adapted, facts)
-    assert after.optimizer - before.optimizer == pytest.approx(8 * 2 * WORDS * HIDDEN / 2**30)
-    assert after.weights - before.weights == pytest.approx(4 * 2 * WORDS * HIDDEN / 2**30)  # PEFT's copies
-
-
-def test_the_embeddings_alone_leave_the_head_frozen(adapted):
-    adapted.peft.modules_to_save = ["embed_tokens"]
+    adapted.peft.modules_to_save = ["embed_tokens"]  # leaves the head frozen
     parameters = count_parameters(adapted, adapted.model.facts)
     assert (parameters.trained_embeddings, parameters.trained_head) == (WORDS * HIDDEN, 0)
 
@@ -82,9 +74,7 @@ def trained_by_peft(*, targets, saved=None, **settings):
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]], ids=["all", "two"])
-@pytest.mark.parametrize(
-    "saved", [["mlp"], ["self_attn"], ["down_proj"], ["mlp", "lm_head"], ["mlp", "down_proj"]], ids="-".join
-)
+@pytest.mark.parametrize("saved", [["down_proj"], ["q_proj", "lm_head"]], ids="-".join)
 def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(small, targets, saved):
     """Trained whole, without adapters inside."""
     small.peft.target_modules, small.peft.modules_to_save = targets, saved
@@ -95,18 +85,11 @@ def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(sm
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["q_proj", "embed_tokens"]], ids="-".join)
 @pytest.mark.parametrize(
     "settings",
-    [{"use_dora": True}, {"rank_pattern": {"q_proj": 7}}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}],
-    ids=["dora", "ranks", "both"],
+    [{"rank_pattern": {"q_proj": 7}}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}],
+    ids=["ranks", "dora"],
 )
 def test_dora_and_other_ranks_are_counted_as_peft_trains_them(small, targets, settings):
     small.peft.target_modules = targets
     for name, value in settings.items():
         setattr(small.peft, name, value)
     assert count_parameters(small, small.model.facts).trained == trained_by_peft(targets=targets, **settings)
-
-
-def test_a_part_that_is_saved_whole_by_hand(small):
-    """The last three products of three layers, and adapters on the first four."""
-    small.peft.modules_to_save = ["mlp"]
-    adapters = 4 * (4 * 64 + 2 * (64 + 32))
-    assert count_parameters(small, small.model.facts).trained == 3 * (3 * 64 * 176 + adapters)

@@ -8,6 +8,8 @@ from transformers.initialization import no_init_weights
 from tunebook.model import random_weights
 from tunebook.model.random_weights import draw_weights
 
+from .conftest import daily
+
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500,
          "num_attention_heads": 4, "pad_token_id": 3}  # fmt: skip
 
@@ -27,7 +29,7 @@ def upstream(kind="qwen2", **sizes):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | sizes)), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt_neox", "mistral"])
+@pytest.mark.parametrize("kind", daily(("qwen2", "gpt_neox"), "qwen2"))
 def test_every_tensor_has_the_mean_and_spread_that_the_library_would_give_it(kind):
     ours, theirs = dict(drawn(kind).named_parameters()), dict(upstream(kind).named_parameters())
     assert ours.keys() == theirs.keys()
@@ -51,23 +53,7 @@ def test_weights_depend_on_the_seed_and_not_on_threads(monkeypatch):
         assert weight.dim() == 1 or not torch.equal(weight, other.get_parameter(name)), name
 
 
-def test_no_two_pieces_are_the_same(monkeypatch):
-    monkeypatch.setattr(random_weights, "_PIECE", 640)
-    embedding = drawn(pad_token_id=None).get_input_embeddings().weight.detach()
-    assert len(embedding.view(-1, 640).unique(dim=0)) == 50
-
-
 def test_a_head_of_its_own_is_drawn_and_a_tied_one_stays_tied():
     tied, untied = drawn(tie_word_embeddings=True), drawn(tie_word_embeddings=False)
     assert tied.lm_head.weight is tied.get_input_embeddings().weight
     assert not torch.equal(untied.lm_head.weight, untied.get_input_embeddings().weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_formats_are_filled_by_torch(dtype):
-    torch.manual_seed(5)
-    expected = torch.empty(40, dtype=dtype).normal_(1.0, 2.0)
-    torch.manual_seed(5)
-    with random_weights.ThreadPoolExecutor(1) as pool, random_weights._NormalsInPieces(0, pool):
-        found = torch.nn.init.normal_(torch.empty(40, dtype=dtype), mean=1.0, std=2.0)
-    assert torch.equal(found, expected)

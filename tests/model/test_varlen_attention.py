@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
 from tunebook.facts.architectures import SINK_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.model import varlen_attention as module
-from tunebook.model.varlen_attention import register, sdpa_by_document, varlen_attention
+from tunebook.model.varlen_attention import register, varlen_attention
 
+from .conftest import daily
+
+DAILY = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
 LENGTHS = (12, 8)
 DOCUMENT_LENGTHS = (7, 1, 12)
 
@@ -58,14 +60,13 @@ def plain(inputs):
     return {name: inputs[name] for name in ("input_ids", "position_ids")}
 
 
-@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
+@pytest.mark.parametrize("architecture", daily(sorted(VARLEN_ARCHITECTURES), *DAILY))
 @torch.no_grad()
 def test_computes_what_sdpa_does_with_its_block_mask(registered, model_pair, row, architecture):
     theirs, ours = model_pair(architecture, Attention.varlen_attention)
-    inputs = row
-    expected = theirs(**plain(inputs), use_cache=False).logits
-    torch.testing.assert_close(ours(**inputs, use_cache=False).logits, expected, rtol=0, atol=1e-6)
-    other = inputs | {"input_ids": inputs["input_ids"].clone()}
+    expected = theirs(**plain(row), use_cache=False).logits
+    torch.testing.assert_close(ours(**row, use_cache=False).logits, expected, rtol=0, atol=1e-6)
+    other = row | {"input_ids": row["input_ids"].clone()}
     other["input_ids"][0, : LENGTHS[0]] = 5  # another first document does not reach the second
     moved = ours(**other, use_cache=False).logits - expected
     assert moved[:, : LENGTHS[0]].abs().max() > 0.01
@@ -77,17 +78,8 @@ def test_a_sliding_window_is_as_long_as_the_models(model_pair, row, monkeypatch)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     register(Attention.varlen_attention)
     theirs, ours = model_pair("MistralForCausalLM", Attention.varlen_attention, sliding_window=3)
-    inputs = row
-    expected = theirs(**plain(inputs), use_cache=False).logits
-    torch.testing.assert_close(ours(**inputs, use_cache=False).logits, expected, rtol=0, atol=1e-6)
-
-
-def test_window_is_refused_if_the_kernel_has_none(model_pair, row, monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_of_torch_2_10)
-    register(Attention.varlen_attention)
-    _, ours = model_pair("MistralForCausalLM", Attention.varlen_attention, sliding_window=3)
-    with pytest.raises(RequestError, match="sliding window"):
-        ours(**row, use_cache=False)
+    expected = theirs(**plain(row), use_cache=False).logits
+    torch.testing.assert_close(ours(**row, use_cache=False).logits, expected, rtol=0, atol=1e-6)
 
 
 def test_computes_in_autocasts_format_where_the_weights_are_fp32(registered, model_pair, row):
@@ -100,28 +92,31 @@ def test_computes_in_autocasts_format_where_the_weights_are_fp32(registered, mod
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 
-class TestRefuses:
-    def test_rows_without_the_places_of_their_documents(self, registered, model_pair, row):
-        _, ours = model_pair("Qwen2ForCausalLM", Attention.varlen_attention)
-        with pytest.raises(RequestError, match="places of their documents; try packing=isolated"):
-            ours(**plain(row), use_cache=False)
+def test_rows_without_the_boundaries_of_their_documents_are_refused(registered, model_pair, row):
+    _, ours = model_pair("Qwen2ForCausalLM", Attention.varlen_attention)
+    with pytest.raises(RequestError) as caught:
+        ours(**plain(row), use_cache=False)
+    assert caught.value.problem_id == "varlen-attention-not-possible"
 
-    @pytest.mark.parametrize(
-        ("asked", "says"),
-        [
-            ({"softcap": 30.0}, "caps its attention logits; try attention=sdpa"),
-            ({"s_aux": torch.zeros(4)}, "has attention sinks"),  # with torch 2.10's kernel, which knows no window
-            ({"dropout": 0.1}, "a dropout of 0.1 of the attention"),
-        ],
-    )
-    def test_what_the_kernel_cannot_compute(self, row, asked, says):
-        heads = torch.zeros(1, 4, sum(LENGTHS), 8)
-        ends = row["cu_seq_lens_q"]
-        with pytest.raises(RequestError, match=says):
-            varlen_attention(
-                torch.nn.Linear(1, 1), heads, heads, heads, None, cu_seq_lens_q=ends, max_length_q=12,
-                kernel=kernel, kernel_takes=frozenset(), **asked,
-            )  # fmt: skip
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 30.0},
+        {"s_aux": torch.zeros(4)},  # with torch 2.10's kernel, which knows no window
+        {"sliding_window": 3},
+        {"dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_compute_is_refused(row, options):
+    heads = torch.zeros(1, 4, sum(LENGTHS), 8)
+    with pytest.raises(RequestError) as caught:
+        varlen_attention(
+            torch.nn.Linear(1, 1), heads, heads, heads, None, cu_seq_lens_q=row["cu_seq_lens_q"], max_length_q=12,
+            kernel=kernel, kernel_takes=frozenset(), **options,
+        )  # fmt: skip
+    assert caught.value.problem_id == "varlen-attention-not-possible"
 
 
 @pytest.fixture(autouse=True)
@@ -134,61 +129,17 @@ def row_by_document(packed_row):
     return packed_row(DOCUMENT_LENGTHS)
 
 
-@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
+@pytest.mark.parametrize("architecture", daily(sorted(VARLEN_ARCHITECTURES), *DAILY))
 def test_outputs_and_gradients_are_those_of_sdpa(model_pair, row_by_document, architecture):
     theirs, ours = model_pair(architecture, Attention.sdpa_by_document)
     inputs, places = row_by_document
     expected = theirs(**inputs, use_cache=False).logits
-    found = ours(**inputs, **places, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    for logits in (expected, found):
-        logits.logsumexp(-1).sum().backward()
-    for (name, one), two in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_another_document_in_the_row_changes_nothing(model_pair, row_by_document):
-    _, ours = model_pair("Qwen2ForCausalLM", Attention.sdpa_by_document)
-    inputs, places = row_by_document
-    with torch.no_grad():
-        before = ours(**inputs, **places, use_cache=False).logits
-        inputs["input_ids"][0, : DOCUMENT_LENGTHS[0]] = 5
-        moved = (ours(**inputs, **places, use_cache=False).logits - before).abs()
-    assert moved[:, : DOCUMENT_LENGTHS[0]].max() > 0.01
-    assert moved[:, DOCUMENT_LENGTHS[0] :].max() < 1e-6  # two passes, whose sums may be in another order
-
-
-def test_each_call_gets_one_document_without_a_mask(row_by_document, monkeypatch):
-    """With a mask, sdpa in fp32 only has the kernel that keeps all scores."""
-    seen = []
-
-    def watched(query, key, value, **more):
-        seen.append((query.shape, key.shape, set(more)))
-        return functional.scaled_dot_product_attention(query, key, value, **more)
-
-    monkeypatch.setattr(module, "scaled_dot_product_attention", watched)
-    query, key = torch.rand(sum(DOCUMENT_LENGTHS), 4, 8), torch.rand(sum(DOCUMENT_LENGTHS), 2, 8)
-    ends = row_by_document[1]["cu_seq_lens_q"]
-    assert sdpa_by_document(query, key, key, ends, ends, 12, 12, scale=0.5).shape == query.shape
-    assert seen == [((1, 4, length, 8), (1, 4, length, 8), {"is_causal", "scale"}) for length in DOCUMENT_LENGTHS]
-
-
-def test_lengths_are_read_once_for_all_layers_of_a_pass(model_pair, row_by_document, monkeypatch):
-    read = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(1) or tolist(tensor))
-    _, ours = model_pair("LlamaForCausalLM", Attention.sdpa_by_document, num_hidden_layers=3)
-    inputs, places = row_by_document
-    with torch.no_grad():
-        ours(**inputs, **places, use_cache=False)
-    assert len(read) == 1
-
-
-def test_a_sliding_window_is_refused_by_its_name(model_pair, row_by_document):
-    _, ours = model_pair("MistralForCausalLM", Attention.sdpa_by_document, sliding_window=3)
-    inputs, places = row_by_document
-    with pytest.raises(RequestError, match="attention=sdpa_by_document cannot compute this: the model has a sliding"):
-        ours(**inputs, **places, use_cache=False)
+    logits = ours(**inputs, **places, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+    for output in (expected, logits):
+        output.logsumexp(-1).sum().backward()
+    for (name, weight), own in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, weight.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 class KernelInPlainTorch:
@@ -219,7 +170,7 @@ class KernelInPlainTorch:
         of_query = torch.einsum("hqk,khd->qhd", of_logits, key.repeat_interleave(groups, dim=1))
         of_key = torch.einsum("hqk,qhd->khd", of_logits, query)
         of_value = torch.einsum("hqk,qhd->khd", weights, grad)
-        by_group = (one.unflatten(1, (-1, groups)).sum(2) for one in (of_key, of_value))
+        by_group = (gradient.unflatten(1, (-1, groups)).sum(2) for gradient in (of_key, of_value))
         return of_query, *by_group
 
 
@@ -249,13 +200,13 @@ def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(
     ours.load_state_dict(theirs.state_dict())
     lengths = places["cu_seq_lens_q"].diff().tolist()
     alone = [theirs(input_ids=part, use_cache=False).logits for part in inputs["input_ids"].split(lengths, dim=1)]
-    expected, found = torch.cat(alone, dim=1), ours(**inputs, **places, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    for logits in (expected, found):
-        logits.logsumexp(-1).sum().backward()
-    for (name, one), two in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(two.grad, one.grad, rtol=1e-3, atol=1e-4, msg=name)
-        assert not name.endswith("sinks") or one.grad.abs().min() > 1e-4
+    expected, logits = torch.cat(alone, dim=1), ours(**inputs, **places, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    for output in (expected, logits):
+        output.logsumexp(-1).sum().backward()
+    for (name, weight), own in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, weight.grad, rtol=1e-3, atol=1e-4, msg=name)
+        assert not name.endswith("sinks") or weight.grad.abs().min() > 1e-4
 
 
 def test_torchs_operations_take_what_they_are_given():

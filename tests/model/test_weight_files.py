@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tunebook.config.choices import Weights
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
-from tunebook.model.weight_files import check_stored_weights, compare_shapes, find_weight_files, read_shapes
+from tunebook.model.weight_files import (
+    check_stored_weights,
+    compare_shapes,
+    find_weight_files,
+    read_shapes,
+    weights_fingerprint,
+)
+
+from .conftest import daily
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SIZES = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 64,
 }  # fmt: skip
-KINDS = ("llama", "gemma", "phi3", "gpt_neox", "mixtral")
 MIDDLE = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -53,18 +63,14 @@ def test_files_are_looked_for_in_the_order_of_transformers(sharded: Path) -> Non
     assert [file.name for file in find_weight_files(sharded)] == ["model.safetensors"]
 
 
-def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
-    assert find_weight_files(tmp_path) == []
-
-
 def test_a_file_that_only_the_index_knows_is_missing(sharded: Path) -> None:
     (sharded / FIRST).unlink()
     with pytest.raises(RequestError, match=FIRST) as raised:
         find_weight_files(sharded)
-    assert (raised.value.exit_code, raised.value.problem_id) == (2, "weights-file-missing")
+    assert raised.value.problem_id == "weights-file-missing"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])
+@pytest.mark.parametrize("text", ["{", '{"metadata": {}}'])
 def test_an_index_that_is_none(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
     with pytest.raises(RequestError, match=r"index\.json") as raised:
@@ -72,21 +78,12 @@ def test_an_index_that_is_none(sharded: Path, text: str) -> None:
     assert raised.value.problem_id == "weights-file-damaged"
 
 
-@pytest.mark.parametrize("kept", [0, 7, 40, -1], ids=["empty", "in the length", "in the header", "one byte short"])
+@pytest.mark.parametrize("kept", [0, 40, -1], ids=["empty", "in the header", "one byte short"])
 def test_a_file_that_was_cut_off(sharded: Path, kept: int) -> None:
     whole = (sharded / SECOND).read_bytes()
     (sharded / SECOND).write_bytes(whole[:kept])
     with pytest.raises(RequestError, match=SECOND) as raised:
         read_shapes(find_weight_files(sharded))
-    assert (raised.value.exit_code, raised.value.problem_id) == (2, "weights-file-damaged")
-
-
-def test_a_pickle_that_was_cut_off(tmp_path: Path) -> None:
-    file = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.zeros(2, 3)}, file)
-    file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(RequestError) as raised:
-        read_shapes([file])
     assert raised.value.problem_id == "weights-file-damaged"
 
 
@@ -124,7 +121,7 @@ def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(("llama", "gemma", "phi3", "gpt_neox", "mixtral"), "llama", "mixtral"))
 def test_saved_model_is_complete(kind: str, tmp_path: Path) -> None:
     model = make(kind)
     model.save_pretrained(tmp_path)
@@ -137,36 +134,17 @@ def test_experts_that_are_stored_one_by_one_fill_the_model(tmp_path: Path) -> No
     assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in stored  # the model has one tensor for all of them
     del stored["model.layers.0.block_sparse_moe.gate.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(RequestError, match=r"1 missing keys such as model\.layers\.0\.\S+gate\S*weight;"):
+    with pytest.raises(RequestError, match=r"model\.layers\.0\.\S+gate\S*weight"):
         check_stored_weights(make("mixtral"), tmp_path)
 
 
-@pytest.mark.parametrize("stored_under", [["model.embed_tokens.weight"], ["lm_head.weight"], None], ids=str)
-def test_a_tied_weight_is_stored_under_any_of_its_names(stored_under: list[str] | None) -> None:
-    model = make("qwen2", tie_word_embeddings=True)
-    names = {"model.embed_tokens.weight", "lm_head.weight"}
-    kept = {name: shape for name, shape in shapes_of(model).items() if stored_under is None or name not in names}
-    kept |= dict.fromkeys(stored_under or [], (64, 16))
-    assert compare_shapes(model, kept) == {"missing": [], "unexpected": [], "mismatched": []}
-
-
 def test_a_weight_that_is_not_stored_under_any_name_is_missing(untied: PreTrainedModel) -> None:
-    tied = make("qwen2", tie_word_embeddings=True)
+    tied = make("llama", tie_word_embeddings=True)
     rest = {name: shape for name, shape in shapes_of(tied).items() if name.startswith("model.layers")}
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(compare_shapes(tied, rest)["missing"])
     stored = shapes_of(untied)
     del stored["lm_head.weight"]
     assert compare_shapes(untied, stored)["missing"] == ["lm_head.weight"]
-
-
-def test_buffers_of_old_checkpoints_are_ignored(untied: PreTrainedModel) -> None:
-    stored = shapes_of(untied) | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
-    assert compare_shapes(untied, stored)["unexpected"] == []
-
-
-def test_weights_of_the_base_model_alone_have_no_prefix(untied: PreTrainedModel) -> None:
-    stored = {name.removeprefix("model."): shape for name, shape in shapes_of(untied).items()}
-    assert compare_shapes(untied, stored) == {"missing": [], "unexpected": [], "mismatched": []}
 
 
 def test_each_kind_of_difference_is_named(untied: PreTrainedModel, tmp_path: Path) -> None:
@@ -178,17 +156,38 @@ def test_each_kind_of_difference_is_named(untied: PreTrainedModel, tmp_path: Pat
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(RequestError) as raised:
         check_stored_weights(untied, tmp_path)
-    assert (raised.value.exit_code, raised.value.problem_id) == (2, "weights-incomplete")
-    for part in (
-        f"1 missing keys such as {MIDDLE}",
-        "1 mismatched keys such as model.norm.weight of shape [17], where the model has [16]",
-        "1 unexpected keys such as extra.weight",
-        str(tmp_path),
-    ):
-        assert part in raised.value.message
+    assert raised.value.problem_id == "weights-incomplete"
+    for name in (MIDDLE, "model.norm.weight of shape [17]", "extra.weight", str(tmp_path)):
+        assert name in raised.value.message
 
 
 def test_quantized_weights_are_not_checked(untied: PreTrainedModel, tmp_path: Path) -> None:
     save_file({"extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     untied.config.quantization_config = {"quant_method": "bitsandbytes"}
     check_stored_weights(untied, tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    return ModelConfig(path=str(tmp_path / "model"))
+
+
+def test_the_fingerprint_of_one_file_is_its_hash(model: ModelConfig) -> None:
+    assert weights_fingerprint(model) is None
+    (Path(str(model.path)) / "model.safetensors").write_bytes(b"weights")
+    assert weights_fingerprint(model) == hashlib.sha256(b"weights").hexdigest()
+    model.weights = Weights.random
+    assert weights_fingerprint(model) is None
+
+
+def test_the_fingerprint_of_several_files_depends_on_each(model: ModelConfig) -> None:
+    folder = Path(str(model.path))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1", "b": "2"}}))
+    fingerprints = set()
+    for first, second in ((b"a", b"b"), (b"x", b"b"), (b"a", b"x"), (b"b", b"a")):
+        (folder / "1").write_bytes(first)
+        (folder / "2").write_bytes(second)
+        fingerprints.add(weights_fingerprint(model))
+    assert len(fingerprints) == 4 and None not in fingerprints

@@ -228,18 +228,6 @@ def test_a_base_model_learns_the_tokens_of_chatml(config, run, changed, base_wit
         assert len(added) == (1 if is_tied else 2)  # rows of two tokens, and no whole matrix
 
 
-def test_incompletely_written_model_is_removed(config, run, changed, monkeypatch):
-    def fail(trainer, *args, **kwargs):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(SFTTrainer, "_save", fail)
-    folder, code, _ = run(changed(config, training={"max_steps": 1}))
-    assert code == 1
-    assert outcome(folder)["reason"] == "RuntimeError: no"
-    assert not (folder / "model").exists()
-    assert list(folder.glob(".model*")) == []
-
-
 # Endings
 
 

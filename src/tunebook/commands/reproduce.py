@@ -22,7 +22,7 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, require_same_inputs
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
 from tunebook.evidence.schema import read_evidence
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, resolve_run
 from tunebook.record.run_record import RunRecord

@@ -28,7 +28,7 @@ from tunebook.launch.commands import is_later_node, launch_command, ranks_comman
 from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_choices, show_warnings

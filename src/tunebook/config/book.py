@@ -13,7 +13,7 @@ from pathlib import Path
 from tunebook.errors import RequestError, did_you_mean
 
 BOOK_PREFIX = "book:"
-# model.chat_template may name a template in place of a file: see model/chat_templates.py.
+# model.chat_template may name a template in place of a file: see model/tokenizer_files.py.
 CHATML_TEMPLATE, TRAINING_TEMPLATE, LIBRARY_PREFIX = "chatml", "training", "trl:"
 INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"

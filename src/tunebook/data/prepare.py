@@ -86,7 +86,7 @@ def fingerprint(config: RunConfig) -> str:
     """
     here = Path(__file__).parent
     code = [file for file in sorted(here.glob("*.py")) if file.name not in _READERS]
-    code += [here.parent / "model" / name for name in ("tokenizer.py", "chat_templates.py")]
+    code += [here.parent / "model" / name for name in ("tokenizer.py", "tokenizer_files.py")]
     made_from = {
         "code": [sha256_file(file) for file in code],
         "libraries": {name: version(name) for name in _LIBRARIES},

@@ -19,8 +19,8 @@ from tunebook.data.conversation import Conversation, Messages, Part, TemplateFor
 from tunebook.data.special_tokens import Span, SpecialTokens, any_of
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import GENERATION_MARKER
 from tunebook.model.tokenizer import stop_token_ids
+from tunebook.model.tokenizer_files import GENERATION_MARKER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

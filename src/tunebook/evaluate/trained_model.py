@@ -19,7 +19,7 @@ from tunebook.model.adapters import is_adapter, with_adapter
 from tunebook.model.load import load_architecture, load_model, weights_folder
 from tunebook.model.tokenizer import has_padding_token, load_tokenizer
 from tunebook.model.tokenizer_files import has_vocabulary
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.model_origin import Origin, check_base, check_bound
 
 # Files that determine a model's answers, in addition to its weights and tokenizer.

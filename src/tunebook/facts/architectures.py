@@ -18,17 +18,13 @@ VARLEN_ARCHITECTURES = frozenset({
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
 
-# Architectures with attention sinks. Of the kernels for packed rows, torch's varlen kernel alone computes them, and
-# GPUs that share rows were not tried, so these are not in VARLEN_ARCHITECTURES. Results were compared with eager
-# attention (test_varlen_attention.py, h100_sinks.jsonl), and losses too (h100_models.jsonl). The leak probe passed with
-# all layers of gpt-oss-20b (h200x2_models.jsonl). In compiled blocks losses differed by 0.22%: `auto` compiles none.
+# Architectures with attention sinks, which were compared with eager attention (h100_sinks.jsonl, h100_models.jsonl). Of
+# the kernels for packed rows, torch's varlen kernel alone computes them. GPUs that share rows were not tried. In
+# compiled blocks losses differed by 0.22%. So these are not in VARLEN_ARCHITECTURES.
 SINK_ARCHITECTURES = frozenset({"GptOssForCausalLM"})
 
-# Architectures that were tested with compiled blocks: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
-# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, Gemma 3 with its image tower in h100_models.jsonl and
-# h200x2_models.jsonl, the others in h200x2_architectures.jsonl. There losses differed by less than 9e-4 from blocks
-# that are not compiled. With dropout, which draws other numbers in them, it was 7e-3 (Phi 2) and 6e-3 (adapters of
-# Gemma 3 4B; without dropout in fp32 2.2e-7). Steps were 12 to 58% faster; Gemma 3 4B with LoRA was 2.2 times as fast.
+# Architectures that were tested with compiled blocks (h200x2_architectures.jsonl, h100_models.jsonl). Losses differed
+# by less than 9e-4 from blocks that are not compiled; with dropout, which draws other numbers, by 7e-3.
 COMPILED_ARCHITECTURES = VARLEN_ARCHITECTURES
 
 # Architectures with plain rotary positions in all layers, for which YaRN's rotations were compared with those of a

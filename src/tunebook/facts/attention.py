@@ -31,7 +31,7 @@ class AttentionFacts:
     needs_lengths: bool = False  # Tunebook's own kernel, registered with transformers: packed rows only
     trains_on_cpu: bool = True
     compiles_with_blocks: bool = True  # a block with it is one graph: see the rule `compiled-layers-not-possible`
-    compiles_itself: str = ""  # what the first steps compile of it, for display
+    compiles_itself: bool = False  # in the first steps
     repeats_heads: bool = False  # keeps keys and values once for each query head
     keeps_softmax: bool = False  # keeps the scores of every pair of tokens, in fp32
     mask_bytes: int | None = None  # bytes of a mask entry; all layers share the mask. None: the compute format
@@ -57,7 +57,7 @@ ATTENTIONS: dict[Attention, AttentionFacts] = {
         isolation=Isolation.block_mask,
         mask_bytes=0,
         trains_on_cpu=False,
-        compiles_itself="torch.compile the attention (seconds to a minute)",
+        compiles_itself=True,
     ),
     Attention.flash_attention_2: AttentionFacts(
         isolation=Isolation.lengths, oldest=(8, 0), package="flash-attn", is_flash=True, mask_bytes=0,
@@ -69,7 +69,7 @@ ATTENTIONS: dict[Attention, AttentionFacts] = {
     ),
     Attention.flash_attention_4: AttentionFacts(
         isolation=Isolation.lengths, oldest=(9, 0), package="flash-attn-4", is_flash=True, mask_bytes=0,
-        compiles_with_blocks=False, compiles_itself="flash-attn 4 a kernel for each new shape (seconds each)",
+        compiles_with_blocks=False, compiles_itself=True,
     ),
     Attention.varlen_attention: AttentionFacts(
         isolation=Isolation.lengths, oldest=(8, 0), is_flash=True, mask_bytes=0, needs_lengths=True

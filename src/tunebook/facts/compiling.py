@@ -1,7 +1,6 @@
 """torch's settings for compiling a transformer block, for training and for measuring what a block keeps.
 
-torch has one set of these settings per process, so all blocks of a process are compiled in the same way. Also the
-notice on the terminal before compilations, which take long without output.
+torch has one set of these settings per process, so all blocks of a process are compiled in the same way.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import attention_facts
 
 # Inputs of a block with dynamic sizes: everything passed to its forward pass, and nothing that belongs to the block
-# itself. `dynamic=True` would make that dynamic too where FSDP has wrapped the block, since torch (2.11 and 2.13) then
-# does not treat the block's numbers as constants. With a head size unknown to the compiler, rotating the positions took
-# 178 ms of a step of 3.1 s (Llama 3 8B on each of four H200); without that, a step was 2.4% faster (h200x4_speed.jsonl
-# and h200x4_beside_peers.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
+# itself. `dynamic=True` would make the head size dynamic too where FSDP has wrapped the block, which made a step 2.4%
+# slower (h200x4_speed.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
 _OPEN = r"L\['(?!self'\]).*"  # matches torch's names of local variables and of their contents
 
 # torch's reasons for keeping a result that could be recomputed, by their configuration names (2.11 and 2.13): the
@@ -41,8 +38,7 @@ def set_up_compiler(*, recomputes: bool) -> None:
     from torch._functorch import config as functorch
 
     # torch would cut graphs at the ends of DDP's buckets, to send gradients while the rest of a graph runs. Separate
-    # blocks allow that already. Cut blocks kept 8 GiB more of Qwen2.5-3B's activations and were slower (2 H200, rows of
-    # 8,192 tokens: h200_speed_spread.jsonl).
+    # blocks allow that already. Cut blocks kept more activations and were slower (h200_speed_spread.jsonl).
     dynamo.optimize_ddp = False
     torch.compiler.config.dynamic_sources = _OPEN
     for reason in _REASONS_TO_KEEP:
@@ -66,20 +62,13 @@ def keeping_compiler_settings() -> Iterator[None]:
         yield
 
 
-def compilation_notice(config: RunConfig) -> str | None:
-    """What the first passes of a run compile, and how long it takes; None if nothing.
-
-    Without DeepSpeed's operators, which are compiled earlier.
-    """
-    parts: list[str] = []
-    if config.model.compile_layers:
-        parts.append("torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)")
-    parts += filter(None, [attention_facts(config).compiles_itself])
-    if config.model.liger_kernel:
-        parts.append("Triton the kernels of Liger (some seconds)")
+def compiles_kernels(config: RunConfig) -> bool:
+    """Whether the first passes of a run compile kernels, which takes up to minutes without output."""
     facts = config.model.facts
-    packages = facts.measured.packing_packages if facts is not None and facts.measured is not None else []
-    if packages and config.hardware.generation is not Generation.cpu:
-        # Layers of Qwen3.5-9B: h200x2_models.jsonl, 56 s for the leak probe and 117 s for the first step.
-        parts.append(f"Triton the kernels of {', '.join(packages)}, in several variants each (3 minutes on an H200)")
-    return f"the first steps compile, without output: {'; '.join(parts)}. Later runs reuse them" if parts else None
+    has_state_kernels = facts is not None and facts.measured is not None and bool(facts.measured.packing_packages)
+    return bool(
+        config.model.compile_layers
+        or config.model.liger_kernel
+        or attention_facts(config).compiles_itself
+        or (has_state_kernels and config.hardware.generation is not Generation.cpu)
+    )

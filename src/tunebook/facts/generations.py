@@ -161,32 +161,16 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
 OLDEST_SUPPORTED: ComputeCapability = (7, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationMatch:
-    """The generation of a compute capability, with a note if the table does not list that exact one."""
-
-    generation: Generation
-    note: str | None
-
-
 def capability_text(capability: ComputeCapability) -> str:
     """A compute capability as NVIDIA writes it, such as `8.6`."""
     return f"{capability[0]}.{capability[1]}"
 
 
-def generation_of(capability: ComputeCapability) -> GenerationMatch:
+def generation_of(capability: ComputeCapability) -> Generation:
     """The generation of a GPU. An unlisted one counts as the newest listed generation that is not newer than it."""
     known = {member: name for name, facts in GENERATIONS.items() for member in facts.compute_capabilities}
-    if capability in known:
-        return GenerationMatch(generation=known[capability], note=None)
     not_newer = [member for member in known if member <= capability]
-    nearest = max(not_newer) if not_newer else min(known)
-    text = capability_text(capability)
-    note = f"compute capability {text} is not in the table; taken as {known[nearest].name} ({capability_text(nearest)})"
-    if capability < OLDEST_SUPPORTED:
-        oldest = capability_text(OLDEST_SUPPORTED)
-        note = f"compute capability {text} is older than {oldest}, the oldest that torch still has code for"
-    return GenerationMatch(generation=known[nearest], note=note)
+    return known[max(not_newer, default=min(known))]
 
 
 def can_run(attention: Attention, generation: Generation) -> bool:

@@ -23,7 +23,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    words: tuple[str, ...]  # all must be in NVML's name of the GPU
+    name: tuple[str, ...]  # all must be in NVML's name of the GPU
     fp32: float
     tf32: float | None = None
     half: float | None = None  # bf16 and fp16
@@ -33,32 +33,32 @@ class _Model:
 # The first match wins, so specific models come before general ones. Sources: each model's datasheet or whitepaper; for
 # Ada appendix A of the architecture's, for B200 an eighth of the HGX board.
 _MODELS: tuple[_Model, ...] = (
-    _Model(words=("V100", "PCIE"), fp32=14.0, half=112.0),
-    _Model(words=("V100",), fp32=15.7, half=125.0),
-    _Model(words=("T4",), fp32=8.1, half=65.0),
-    _Model(words=("A100",), fp32=19.5, tf32=156.0, half=312.0),
-    _Model(words=("A800",), fp32=19.5, tf32=156.0, half=312.0),
-    _Model(words=("A6000",), fp32=38.7, tf32=77.4, half=154.8),
-    _Model(words=("A40",), fp32=37.4, tf32=74.8, half=149.7),
-    _Model(words=("A30",), fp32=10.3, tf32=82.0, half=165.0),
-    _Model(words=("A10G",), fp32=35.0, tf32=35.0, half=70.0),
-    _Model(words=("A10",), fp32=31.2, tf32=62.5, half=125.0),
-    _Model(words=("3090", "Ti"), fp32=40.0, tf32=40.0, half=80.0),
-    _Model(words=("3090",), fp32=35.6, tf32=35.6, half=71.0),
-    _Model(words=("RTX 6000 Ada",), fp32=91.1, tf32=182.1, half=364.2, fp8=728.5),
-    _Model(words=("L40S",), fp32=91.6, tf32=183.0, half=362.0, fp8=733.0),
-    _Model(words=("L40",), fp32=90.5, tf32=90.5, half=181.0, fp8=362.0),
-    _Model(words=("L4",), fp32=30.3, tf32=60.0, half=121.0, fp8=242.5),
-    _Model(words=("4090",), fp32=82.6, tf32=82.6, half=165.2, fp8=330.3),
-    _Model(words=("H20",), fp32=44.0, tf32=74.0, half=148.0, fp8=296.0),
-    _Model(words=("H100", "PCIe"), fp32=51.0, tf32=378.0, half=756.0, fp8=1513.0),
-    _Model(words=("H100", "NVL"), fp32=60.0, tf32=417.5, half=835.0, fp8=1671.0),
-    _Model(words=("H200", "NVL"), fp32=60.0, tf32=417.5, half=835.0, fp8=1671.0),
-    _Model(words=("H100",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
-    _Model(words=("H200",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
-    _Model(words=("GH200",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
-    _Model(words=("B200",), fp32=75.0, tf32=1125.0, half=2250.0, fp8=4500.0),
-    _Model(words=("5090",), fp32=104.8, tf32=104.8, half=209.5, fp8=419.0),
+    _Model(name=("V100", "PCIE"), fp32=14.0, half=112.0),
+    _Model(name=("V100",), fp32=15.7, half=125.0),
+    _Model(name=("T4",), fp32=8.1, half=65.0),
+    _Model(name=("A100",), fp32=19.5, tf32=156.0, half=312.0),
+    _Model(name=("A800",), fp32=19.5, tf32=156.0, half=312.0),
+    _Model(name=("A6000",), fp32=38.7, tf32=77.4, half=154.8),
+    _Model(name=("A40",), fp32=37.4, tf32=74.8, half=149.7),
+    _Model(name=("A30",), fp32=10.3, tf32=82.0, half=165.0),
+    _Model(name=("A10G",), fp32=35.0, tf32=35.0, half=70.0),
+    _Model(name=("A10",), fp32=31.2, tf32=62.5, half=125.0),
+    _Model(name=("3090", "Ti"), fp32=40.0, tf32=40.0, half=80.0),
+    _Model(name=("3090",), fp32=35.6, tf32=35.6, half=71.0),
+    _Model(name=("RTX 6000 Ada",), fp32=91.1, tf32=182.1, half=364.2, fp8=728.5),
+    _Model(name=("L40S",), fp32=91.6, tf32=183.0, half=362.0, fp8=733.0),
+    _Model(name=("L40",), fp32=90.5, tf32=90.5, half=181.0, fp8=362.0),
+    _Model(name=("L4",), fp32=30.3, tf32=60.0, half=121.0, fp8=242.5),
+    _Model(name=("4090",), fp32=82.6, tf32=82.6, half=165.2, fp8=330.3),
+    _Model(name=("H20",), fp32=44.0, tf32=74.0, half=148.0, fp8=296.0),
+    _Model(name=("H100", "PCIe"), fp32=51.0, tf32=378.0, half=756.0, fp8=1513.0),
+    _Model(name=("H100", "NVL"), fp32=60.0, tf32=417.5, half=835.0, fp8=1671.0),
+    _Model(name=("H200", "NVL"), fp32=60.0, tf32=417.5, half=835.0, fp8=1671.0),
+    _Model(name=("H100",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
+    _Model(name=("H200",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
+    _Model(name=("GH200",), fp32=67.0, tf32=494.7, half=989.0, fp8=1979.0),
+    _Model(name=("B200",), fp32=75.0, tf32=1125.0, half=2250.0, fp8=4500.0),
+    _Model(name=("5090",), fp32=104.8, tf32=104.8, half=209.5, fp8=419.0),
 )
 
 
@@ -68,7 +68,7 @@ def _has_word(name: str, word: str) -> bool:
 
 
 def _model_of(name: str) -> _Model | None:
-    return next((model for model in _MODELS if all(_has_word(name, word) for word in model.words)), None)
+    return next((model for model in _MODELS if all(_has_word(name, word) for word in model.name)), None)
 
 
 def peak_of(generation: Generation, compute: Compute, *, gpu_name: str | None, uses_tf32: bool) -> Peak | None:

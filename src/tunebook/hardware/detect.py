@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tunebook.config.choices import Generation
-from tunebook.facts.generations import ComputeCapability, generation_of
+from tunebook.facts.generations import GENERATIONS, ComputeCapability, capability_text, generation_of
 from tunebook.processes import own_cores
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -55,10 +55,6 @@ def detect_machine(no_gpu_because: str | None = None) -> Machine:
     notes: list[str] = [] if no_gpu_because is None else [no_gpu_because]
     cards, driver = _read_cards(notes) if no_gpu_because is None else ([], None)
     gpus = _visible(cards, os.environ.get(VISIBLE_VARIABLE), notes)
-    kinds = sorted({gpu.name for gpu in gpus})
-    if len(kinds) > 1:
-        counts = ", ".join(f"{sum(gpu.name == kind for gpu in gpus)} x {kind}" for kind in kinds)
-        notes.append(f"different GPUs in one machine: {counts}; {VISIBLE_VARIABLE} can restrict a run to one kind")
     return Machine(
         gpus=gpus,
         driver=driver,
@@ -101,9 +97,9 @@ def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> list[Gpu]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     capability = (int(major), int(minor))
-    match = generation_of(capability)
-    if match.note is not None:
-        notes.append(f"GPU {index}: {match.note}")
+    generation = generation_of(capability)
+    if capability not in GENERATIONS[generation].compute_capabilities:
+        notes.append(f"GPU {index} has compute capability {capability_text(capability)}; taken as {generation.name}")
     slices = _mig_handles(nvml, handle)
     if slices is not None and len(slices) != 1:
         notes.append(
@@ -116,7 +112,7 @@ def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> list[Gpu]:
             name=nvml.nvmlDeviceGetName(device),
             memory_gib=round(nvml.nvmlDeviceGetMemoryInfo(device).total / GIB, 2),
             compute_capability=capability,
-            generation=match.generation,
+            generation=generation,
             index=index,
             uuid=nvml.nvmlDeviceGetUUID(device),
             is_mig=slices is not None,
@@ -132,11 +128,11 @@ def _mig_handles(nvml: ModuleType, handle: Any) -> list[Any] | None:
             return None
     except nvml.NVMLError:
         return None
-    found = []
+    slices = []
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         with suppress(nvml.NVMLError):  # an unused place
-            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
-    return found
+            slices.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
+    return slices
 
 
 def _visible(cards: list[list[Gpu]], restriction: str | None, notes: list[str]) -> list[Gpu]:
@@ -144,13 +140,13 @@ def _visible(cards: list[list[Gpu]], restriction: str | None, notes: list[str]) 
     if restriction is None:
         return [card[0] for card in cards if card]
     gpus = []
-    for word in (part.strip() for part in restriction.split(",")):
-        if word.isdecimal():
-            named = cards[int(word)] if int(word) < len(cards) else []
+    for entry in (part.strip() for part in restriction.split(",")):
+        if entry.isdecimal():
+            named = cards[int(entry)] if int(entry) < len(cards) else []
         else:  # the start of a GPU-... or MIG-... id
-            named = [gpu for card in cards for gpu in card if word and gpu.uuid.startswith(word)]
+            named = [gpu for card in cards for gpu in card if entry and gpu.uuid.startswith(entry)]
         if not named:
-            break  # CUDA ignores everything from the first invalid word on
+            break  # CUDA ignores everything from the first invalid entry on
         gpus.append(named[0])
     if len(gpus) < len(cards):
         notes.append(f"{VISIBLE_VARIABLE}={restriction!r} leaves {len(gpus)} of {len(cards)} GPUs visible")

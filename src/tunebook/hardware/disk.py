@@ -11,7 +11,7 @@ from tunebook.errors import DoesNotFitError, causes
 
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 # safetensors passes on the system's message. torch's zip writer and C++'s streams only report that they failed.
-_WORDS = (
+_MESSAGES = (
     "No space left on device",
     "Disk quota exceeded",
     "PytorchStreamWriter failed",
@@ -34,8 +34,8 @@ def existing(folder: Path) -> Path:
 def is_disk_full(error: BaseException) -> bool:
     """True if an error, or one of its causes, is a full disk or quota."""
     return any(
-        (isinstance(one, OSError) and one.errno in _CODES) or any(words in str(one) for words in _WORDS)
-        for one in causes(error)
+        (isinstance(cause, OSError) and cause.errno in _CODES) or any(text in str(cause) for text in _MESSAGES)
+        for cause in causes(error)
     )
 
 

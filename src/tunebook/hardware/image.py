@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tunebook.errors import RequestError
@@ -39,7 +39,7 @@ class Image:
     git_commit: str | None
     git_diff_sha256: str | None  # None: nothing was changed since the commit
     base_image: str | None
-    packages: Mapping[str, str] | None = None  # locked versions, which the build found installed; older images lack it
+    packages: Mapping[str, str] | None  # locked versions, which the build found installed; older images lack it
 
     @property
     def is_for_gpus(self) -> bool:
@@ -61,23 +61,13 @@ def read_image(environment: Mapping[str, str] = os.environ) -> Image | None:
     if not named:
         return None
     try:
-        facts = json.loads(Path(named).read_text(encoding="utf-8"))
+        stated = {"packages": None} | json.loads(Path(named).read_text(encoding="utf-8"))
+        facts = {field.name: stated[field.name] for field in fields(Image)}
         pairs = (text.split(".") for text in facts["compute_capabilities"])
-        return Image(
-            generation=facts["generation"],
-            torch=facts["torch"],
-            cuda=facts["cuda"],
-            min_driver=facts["min_driver"],
-            compute_capabilities=tuple((int(major), int(minor)) for major, minor in pairs),
-            arch_list=tuple(facts["arch_list"]),
-            attention=None if facts["attention"] == _NO_ATTENTION else facts["attention"],
-            lock_sha256=facts["lock_sha256"],
-            sources_sha256=facts["sources_sha256"],
-            git_commit=facts["git_commit"],
-            git_diff_sha256=facts["git_diff_sha256"],
-            base_image=facts["base_image"],
-            packages=facts.get("packages"),
-        )
+        facts["compute_capabilities"] = tuple((int(major), int(minor)) for major, minor in pairs)
+        facts["arch_list"] = tuple(facts["arch_list"])
+        facts["attention"] = None if facts["attention"] == _NO_ATTENTION else facts["attention"]
+        return Image(**facts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
             f"{IMAGE_FILE_VARIABLE}={named}: this file says what the image is made of, and cannot be used: {error!r}; "

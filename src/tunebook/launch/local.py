@@ -31,7 +31,7 @@ from tunebook.launch.commands import endpoint_of, node_command
 from tunebook.launch.container import is_contained, record_container, runs_image_sources
 from tunebook.launch.logs import last_lines, torchrun_log
 from tunebook.launch.supervise import run_and_wait
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.run_folder import (
     RUN_FILE,
     STOP_FILE,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FILE = "adapter_config.json"
 _BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_config(
@@ -57,36 +57,31 @@ def _token_rows(base: Any, tokens: Collection[int]) -> dict[str, list[int]]:
     """PEFT's setting to train the rows of some tokens in the embeddings, and in a head that is not tied to them."""
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     matrices = [embeddings] if head.weight is embeddings.weight else [embeddings, head]
-    return {name: sorted(tokens) for name, module in base.named_modules() if any(module is one for one in matrices)}
+    return {
+        name: sorted(tokens) for name, module in base.named_modules() if any(module is matrix for matrix in matrices)
+    }
 
 
-def require_patterns(config: RunConfig, adapted: Any) -> None:
-    """Check the names of patterns, target parameters and modules to save. PEFT ignores unknown ones.
+def require_known_names(config: RunConfig, adapted: Any) -> None:
+    """Refuse target parameters and modules to save that the model lacks, which PEFT ignores if it finds others.
 
     Raises: RequestError.
     """
-    settings = config.peft
-    adapters = adapts_parameters(config)
-    found = [f".{name}" for name in adapted.targeted_parameter_names] if adapters else []
-    absent = [name for name in settings.target_parameters if not any(each.endswith(f".{name}") for each in found)]
-    if adapters and absent:
-        raise RequestError(
-            f"peft.target_parameters: no parameter of {type(adapted.get_base_model()).__name__} has a name that ends "
-            f"in {absent[0]}; name it as in the model's weights, such as 7.mlp.experts.down_proj",
-            problem_id="adapter-module-unknown",
-        )
-    layers = {last_name(name) for name, module in adapted.named_modules() if getattr(module, "lora_A", None)}
+    if adapts_parameters(config):
+        targeted = [f".{name}" for name in adapted.targeted_parameter_names]
+        for name in config.peft.target_parameters:
+            if not any(parameter.endswith(f".{name}") for parameter in targeted):
+                raise RequestError(
+                    f"peft.target_parameters: no parameter of {type(adapted.get_base_model()).__name__} has a name "
+                    f"that ends in {name}; name it as in the model's weights, such as 7.mlp.experts.down_proj",
+                    problem_id="adapter-module-unknown",
+                )
     modules = {last_name(name) for name, _ in adapted.named_modules()}
-    for key, names, known in (
-        ("rank_pattern", settings.rank_pattern, layers),
-        ("alpha_pattern", settings.alpha_pattern, layers),
-        ("modules_to_save", map(last_name, settings.modules_to_save), modules),
-    ):
-        unmatched = [name for name in names if name not in known]
-        if unmatched:
+    for name in config.peft.modules_to_save:
+        if last_name(name) not in modules:
             raise RequestError(
-                f"peft.{key}: {unmatched[0]} is the name of no layer that it can apply to; it takes one of "
-                f"{', '.join(sorted(known))}",
+                f"peft.modules_to_save: {name} is no module of {type(adapted.get_base_model()).__name__}; type the "
+                "names of its modules, such as lm_head or embed_tokens",
                 problem_id="adapter-module-unknown",
             )
 
@@ -159,7 +154,7 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
     import torch
     from peft import PeftModel
 
-    stored = read_shapes(_adapter_files(folder))
+    stored = read_shapes([folder / _ADAPTER_WEIGHTS])
     adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     require_whole_adapter(adapted, stored, folder)
     if method is PeftMethod.qlora or base.dtype is not torch.float32:
@@ -196,17 +191,6 @@ def merged(adapted: Any) -> PreTrainedModel:
         model.all_tied_weights_keys = tied
     whole: PreTrainedModel = model
     return whole
-
-
-def _adapter_files(folder: Path) -> list[Path]:
-    files = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
-    if not files:
-        raise RequestError(
-            f"{folder} has {ADAPTER_FILE} and no weights ({' or '.join(_ADAPTER_WEIGHTS)}); copy the whole folder "
-            "again, or name another run",
-            problem_id="weights-file-missing",
-        )
-    return files[:1]
 
 
 def require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:

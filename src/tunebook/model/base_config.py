@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,6 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Models with bidirectional attention unless their config.json calls them decoders: each would predict a word from
-# itself. transformers has a causal head for each. XLM declares a decoder by `causal`; XLNet cannot.
-ENCODERS = frozenset({
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
-    "xlm-roberta-xl", "xlnet", "xmod",
-})  # fmt: skip
-# A class's purpose, if its name contains one: LlamaForSequenceClassification does not have a language model head.
-_PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
 _TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also for models of text and images
 
 
@@ -31,9 +21,9 @@ def model_folder_problem(model: ModelConfig) -> str | None:
     folder = resolve_path(model.path)
     if (folder / "config.json").is_file():
         return None
-    what = "has no config.json" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
+    problem = "has no config.json" if folder.is_dir() else "does not exist"
     return (
-        f"the folder {folder} {what}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
+        f"the folder {folder} {problem}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
         "*.safetensors)"
     )
 
@@ -50,16 +40,14 @@ def read_config(model: ModelConfig) -> dict[str, Any] | None:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise broken_config(f"{file} cannot be read as JSON ({error}); download or copy the model again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+    is_object = isinstance(config, dict) and isinstance(config.get("text_config", {}), dict)
+    if not is_object or not (config.get("model_type") or config.get("architectures")):
         raise broken_config(
-            f"{file} holds no JSON object, so it is no model's config.json; name the model's own folder in model.path"
+            f"{file} is no object with model_type or architectures, so it is no model's config.json; name the model's "
+            "own folder in model.path"
         )
-    if not config.get("model_type") and not config.get("architectures"):
-        raise broken_config(
-            f"{file} names neither model_type nor architectures, so it is no model's config.json; name the model's own "
-            "folder in model.path"
-        )
-    return config
+    stated: dict[str, Any] = config
+    return stated
 
 
 def broken_config(message: str) -> RequestError:
@@ -117,16 +105,17 @@ def read_quantizer(model: ModelConfig) -> str | None:
 
 
 def non_causal_reason(model: ModelConfig) -> str | None:
-    """Why the model by its config.json cannot continue a text; None if it may."""
+    """Why the model by its config.json cannot continue a text; None if it may.
+
+    A class is named after its purpose: BertForMaskedLM sees the token that it predicts.
+    """
     config = read_config(model)
     if config is None or (model.trust_remote_code and config.get("auto_map")):  # that code decides
         return None
     architecture = architecture_of(config)
-    purpose = _PURPOSE.fullmatch(architecture)
-    if purpose is not None and not purpose[1].startswith(_TEXT_PURPOSES):
-        return f"{architecture} is made for {purpose[1]}, not to continue a text"
-    if config.get("model_type") in ENCODERS and not (config.get("is_decoder") or config.get("causal")):
-        return f"{architecture or config['model_type']} is an encoder: its attention looks both ways"
+    _, has_purpose, purpose = architecture.rpartition("For")
+    if has_purpose and not purpose.startswith(_TEXT_PURPOSES):
+        return f"{architecture} is made for {purpose}, not to continue a text"
     return None
 
 

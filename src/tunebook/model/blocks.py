@@ -51,11 +51,11 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: Any =
     set_up_compiler(recomputes=recomputes)
     has_routers = "router_logits" in (getattr(model, "_can_record_outputs", None) or {})
     for block in blocks:
-        own = vars(block).get("forward")  # if something has replaced it
-        compiled = torch.compile(own or MethodType(block_forward, block), backend=backend)
+        replaced = vars(block).get("forward")
+        compiled = torch.compile(replaced or MethodType(block_forward, block), backend=backend)
         has_frozen = any(not parameter.requires_grad for parameter in block.parameters())
         forward = _OutsideTheGraph(block, compiled) if has_frozen else compiled
-        if has_routers and own is None:
+        if has_routers and replaced is None:
             recorded = torch.compile(MethodType(forward_with_logits, block), backend=backend)
             forward = WithRouterLogits(forward, _OutsideTheGraph(block, recorded))
         block.forward = forward
@@ -66,7 +66,6 @@ def block_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A block's forward pass, looked up in its class at call time.
 
     FSDP changes the class of a block later, and transformers recomputes activations only in that class' forward pass.
-    The earlier forward pass kept everything (Llama 3 8B on two H200: 108 GiB instead of 78).
     """
     return type(self).forward(self, *args, **kwargs)
 
@@ -74,10 +73,9 @@ def block_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class _OutsideTheGraph:
     """The compiled forward pass of a block, recomputed as a whole if activation checkpointing is on.
 
-    With checkpointing inside the graph, adapters with dropout crashed the compiler of torch 2.11 on H200s when it
-    partitioned the graph ("Node add_420 was invalid, but is output"). torch's checkpointing around the compiled block
-    partitions nothing and restores the random generators. It also recomputes the block's last product, which the
-    compiler avoids; so fully trained blocks leave the checkpointing to the compiler.
+    With checkpointing inside the graph, adapters with dropout crashed the compiler of torch 2.11 on H200s. torch's
+    checkpointing around the compiled block restores the random generators. It also recomputes the block's last product,
+    which the compiler avoids; so fully trained blocks leave the checkpointing to the compiler.
 
     transformers 5.23 has the checkpointing inside `forward`. A release with it around the call would do it twice.
     """
@@ -192,22 +190,22 @@ def name_experts(text: Any) -> bool:
     Saved configs keep their own keys.
     """
     for keys in (EXPERTS, CHOSEN_EXPERTS):
-        own = next((key for key in keys if getattr(text, key, None)), None)
-        if own is None:
+        own_key = next((key for key in keys if getattr(text, key, None)), None)
+        if own_key is None:
             return False
-        if own != keys[0]:
-            type(text).attribute_map = {**type(text).attribute_map, keys[0]: own}
+        if own_key != keys[0]:
+            type(text).attribute_map = {**type(text).attribute_map, keys[0]: own_key}
     return True
 
 
 def forward_with_logits(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
     """A block's forward pass, and the logits of its routers."""
-    found: dict[str, list[Any]] = {_KEY: []}
+    recorded: dict[str, list[Any]] = {_KEY: []}
     before = _collector.compiling, _collector.global_var
-    _collector.compiling, _collector.global_var = True, found
+    _collector.compiling, _collector.global_var = True, recorded
     output = type(self).forward(self, *args, **kwargs)
     _collector.compiling, _collector.global_var = before
-    return output, found[_KEY]
+    return output, recorded[_KEY]
 
 
 class WithRouterLogits:
@@ -218,9 +216,9 @@ class WithRouterLogits:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block, and hand on the logits that the pass asks for."""
-        wanted = _collector.get()
-        if wanted is None or _KEY not in wanted:
+        collected = _collector.get()
+        if collected is None or _KEY not in collected:
             return self._compiled(*args, **kwargs)
         output, logits = self._recorded(*args, **kwargs)
-        wanted[_KEY].extend(logits)
+        collected[_KEY].extend(logits)
         return output

@@ -1,17 +1,15 @@
-"""Models on the hub: fetching and checking them, and the errors when the hub does not answer."""
+"""Models on the hub: fetching them, and the errors when the hub does not answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, TunebookError, causes, first_line
 from tunebook.hardware.disk import is_disk_full, no_space
-from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
+from tunebook.model.weight_files import STORED, find_weight_files
 
-_TIMEOUT_S = 10.0
 _FOLDER_KEY = "model.name=null model.path"  # what names a folder instead of the hub
 
 
@@ -20,7 +18,7 @@ def is_out_of_reach(error: BaseException) -> bool:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     kinds = (ConnectionError, TimeoutError, LocalEntryNotFoundError)
-    return any(isinstance(one, kinds) or "connect" in type(one).__name__.lower() for one in causes(error))
+    return any(isinstance(cause, kinds) or "connect" in type(cause).__name__.lower() for cause in causes(error))
 
 
 def upload_problem() -> str | None:
@@ -64,44 +62,22 @@ def fetch_config(model: ModelConfig) -> Path:
 def fetch_weights(model: ModelConfig) -> Path:
     """The folder with the weight files of a hub model that transformers would read. Raises: as `fetch_files`."""
     assert model.name is not None
-    for patterns in STORED_PATTERNS:
-        folder = fetch_files(model.name, model.revision, patterns)
+    for _, index, pattern in STORED:
+        folder = fetch_files(model.name, model.revision, [index, pattern])
         if find_weight_files(folder):
             break
     return folder
-
-
-def check_hub_model(model: ModelConfig) -> None:
-    """Refuse a hub model whose weights are neither in the cache nor within reach. Raises: RequestError."""
-    from huggingface_hub import HfApi
-
-    folder = fetch_config(model)
-    with suppress(RequestError):  # an index that names files which were not downloaded yet
-        if find_weight_files(folder):
-            return
-    assert model.name is not None
-    try:
-        HfApi().model_info(model.name, revision=model.revision, timeout=_TIMEOUT_S)
-    except Exception as error:  # the hub's errors, and those of the HTTP library below it
-        raise hub_problem(error, "model", model.name, model.revision) from error
-
-
-def disk_problem(error: BaseException, what: str) -> TunebookError | None:
-    """The error if a full disk is the cause of a failed download; else None."""
-    from huggingface_hub import constants
-
-    if not is_disk_full(error):
-        return None
-    advice = "free some space, or use another disk: HF_HOME=FOLDER in front of the command"
-    return no_space(what, Path(constants.HF_HOME), advice)
 
 
 def hub_problem(
     error: BaseException, kind: str, name: str, revision: str | None = None, *, key: str = _FOLDER_KEY
 ) -> TunebookError:
     """The error if a `kind` (model, tokenizer) called `name` cannot be loaded. `key` is the setting for a folder."""
-    if problem := disk_problem(error, f"the {kind} '{name}'"):
-        return problem
+    from huggingface_hub import constants
+
+    if is_disk_full(error):
+        advice = "free some space, or use another disk: HF_HOME=FOLDER in front of the command"
+        return no_space(f"the {kind} '{name}'", Path(constants.HF_HOME), advice)
     if is_out_of_reach(error):
         at = f" --revision {revision}" if revision is not None else ""
         at += " --repo-type dataset" if kind == "data set" else ""

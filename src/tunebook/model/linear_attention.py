@@ -11,8 +11,8 @@ for the model that is loaded:
   they are those of linear attention with one gate per head. mamba-ssm is not used. It would have to be compiled, and
   its fused kernel reads the weight of the output projection itself, so an adapter there would not be trained.
 
-Replacements are told where documents end by the argument that the kernel has for it, and by no other. So a model that
-does not pass it on leaks here as it does with the kernel, and the leak probe finds it.
+Replacements get the boundaries of documents by the argument that the kernel has for it, and by no other. So a model
+that does not pass it on leaks here as it does with the kernel, and the leak probe finds it.
 
 Source: transformers 5.23, integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`.
 Shapes: B = 1 packed row, D features, G groups of heads, H heads, K kernel width, N documents, P size of a head, S size
@@ -34,18 +34,18 @@ from torch import nn
 
 from tunebook.model.varlen_attention import document_lengths
 
-# The kernels that can keep documents apart, and the argument by which they are told where documents end: the places
-# (N + 1,) in the row, or each token's document (B, T).
-_CONVOLUTION, _PLACES, _DOCUMENTS = "causal_conv1d_fn", "cu_seqlens", "seq_idx"
+# The kernels that can keep documents apart, and their argument for the boundaries of documents: the starts and the end
+# of the row (N + 1,), or each token's document (B, T).
+_CONVOLUTION, _BOUNDARIES, _DOCUMENT_OF_TOKEN = "causal_conv1d_fn", "cu_seqlens", "seq_idx"
 GATED_DELTA_RULE = "chunk_gated_delta_rule"
 MAMBA_SCAN = "mamba_chunk_scan_combined"
 MAMBA_FUSED = "mamba_split_conv1d_scan_combined"  # convolution, scan, norm and output projection of a Mamba-2 layer
-_TOLD_BY = {
-    _CONVOLUTION: _DOCUMENTS,
-    GATED_DELTA_RULE: _PLACES,
-    "chunk_kda": _PLACES,
-    MAMBA_SCAN: _DOCUMENTS,
-    MAMBA_FUSED: _DOCUMENTS,
+_BOUNDARY_ARGUMENTS = {
+    _CONVOLUTION: _DOCUMENT_OF_TOKEN,
+    GATED_DELTA_RULE: _BOUNDARIES,
+    "chunk_kda": _BOUNDARIES,
+    MAMBA_SCAN: _DOCUMENT_OF_TOKEN,
+    MAMBA_FUSED: _DOCUMENT_OF_TOKEN,
 }
 FLA_CORE = "fla-core"  # the part of flash-linear-attention that has the kernels, which is imported as fla
 _INSIDE = {"func_name", "is_new_implementation", "torch_function"}  # of transformers' decorator
@@ -56,7 +56,7 @@ class StateFunction(NamedTuple):
 
     file: Any
     name: str
-    own: Callable[..., Any]  # what transformers calls
+    original: Callable[..., Any]  # what transformers calls
     kernel: str  # the kernel's own name
     reference: Callable[..., Any]  # the computation in PyTorch, for a row of one document
     has_kernel: bool
@@ -65,15 +65,17 @@ class StateFunction(NamedTuple):
 def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None]:
     """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
 
-    def replacement(each: StateFunction) -> Callable[..., Any] | None:
-        is_mamba = each.kernel in (MAMBA_SCAN, MAMBA_FUSED)
+    def replacement(function: StateFunction) -> Callable[..., Any] | None:
+        is_mamba = function.kernel in (MAMBA_SCAN, MAMBA_FUSED)
         if is_mamba and not is_on_cpu and (kernel := _linear_attention_kernel()) is not None:
-            return mamba_in_steps(kernel, each)
-        if each.has_kernel and not is_on_cpu:  # the kernels are for GPUs
+            return mamba_in_steps(kernel, function)
+        if function.has_kernel and not is_on_cpu:  # the kernels are for GPUs
             return None
-        if each.kernel == _CONVOLUTION:
-            return functools.partial(convolve_documents, each.reference)
-        return functools.partial(by_document, _TOLD_BY[each.kernel], each.reference) if is_on_cpu else None
+        if function.kernel == _CONVOLUTION:
+            return functools.partial(convolve_documents, function.reference)
+        if not is_on_cpu:
+            return None
+        return functools.partial(by_document, _BOUNDARY_ARGUMENTS[function.kernel], function.reference)
 
     return replace_functions(model, replacement)
 
@@ -83,21 +85,21 @@ def replace_functions(
 ) -> Callable[[], None]:
     """Replace the functions for which there is a replacement; calling the result puts them back."""
     replaced: list[StateFunction] = []
-    for each in _functions(model):
-        if (other := replacement(each)) is not None:
-            setattr(each.file, each.name, other)
-            replaced.append(each)
+    for function in _functions(model):
+        if (other := replacement(function)) is not None:
+            setattr(function.file, function.name, other)
+            replaced.append(function)
 
     def put_back() -> None:
-        for each in replaced:
-            setattr(each.file, each.name, each.own)
+        for function in replaced:
+            setattr(function.file, function.name, function.original)
 
     return put_back
 
 
 def packages_for_packing(model: nn.Module) -> list[str]:
     """The distributions whose kernels a model's layers need on a GPU for packed rows."""
-    return [FLA_CORE] if any(each.kernel != _CONVOLUTION for each in _functions(model)) else []
+    return [FLA_CORE] if any(function.kernel != _CONVOLUTION for function in _functions(model)) else []
 
 
 def _linear_attention_kernel() -> Callable[..., Any] | None:
@@ -117,12 +119,12 @@ def _functions(model: nn.Module) -> Iterator[StateFunction]:
             cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
             if not cells.keys() >= _INSIDE:
                 continue
-            inside = {each: cells[each].cell_contents for each in _INSIDE}
-            if inside["func_name"] in _TOLD_BY:
+            inside = {variable: cells[variable].cell_contents for variable in _INSIDE}
+            if inside["func_name"] in _BOUNDARY_ARGUMENTS:
                 yield StateFunction(
                     file=sys.modules[file],
                     name=name,
-                    own=function,
+                    original=function,
                     kernel=inside["func_name"],
                     reference=inside["torch_function"],
                     has_kernel=inside["is_new_implementation"],
@@ -156,32 +158,33 @@ def convolve_documents(
     return reference(spread, weight, bias, activation).index_select(2, places)
 
 
-def by_document(told_by: str, reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def by_document(boundary_argument: str, reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute a state for each document alone, and join the results along the row.
 
-    `told_by`: which of the arguments tells where documents end; without it the row is one. Arguments (B, T, ...) are
-    split, the others are the same for all documents. A result is a tensor (B, T, ...), or that and a last state, of
-    which a packed row has none.
+    `boundary_argument`: the argument with the boundaries of documents; without it the row is one. Arguments
+    (B, T, ...) are split, the others are the same for all documents. A result is a tensor (B, T, ...), or that and a
+    last state, of which a packed row has none.
     """
-    ends = kwargs.pop(told_by, None)
-    if ends is None:
+    boundaries = kwargs.pop(boundary_argument, None)
+    if boundaries is None:
         return reference(*args, **kwargs)
-    if told_by == _PLACES:
-        lengths = document_lengths(ends)
+    if boundary_argument == _BOUNDARIES:
+        lengths = document_lengths(boundaries)
     else:
-        lengths = ends[0].unique_consecutive(return_counts=True)[1].tolist()
+        lengths = boundaries[0].unique_consecutive(return_counts=True)[1].tolist()
     num_tokens = sum(lengths)
 
     def split(value: Any) -> list[Any]:
         is_along_row = isinstance(value, torch.Tensor) and value.dim() > 2 and value.shape[:2] == (1, num_tokens)
         return list(value.split(lengths, dim=1)) if is_along_row else [value] * len(lengths)
 
-    of_args = [split(value) for value in args]
-    of_kwargs = {name: split(value) for name, value in kwargs.items() if name not in (_PLACES, _DOCUMENTS)}
-    results = [
-        reference(*(each[number] for each in of_args), **{name: each[number] for name, each in of_kwargs.items()})
-        for number in range(len(lengths))
-    ]
+    split_args = [split(value) for value in args]
+    kwargs = {name: value for name, value in kwargs.items() if name not in (_BOUNDARIES, _DOCUMENT_OF_TOKEN)}
+    split_kwargs = {name: split(value) for name, value in kwargs.items()}
+    results = []
+    for number in range(len(lengths)):
+        document = {name: parts[number] for name, parts in split_kwargs.items()}
+        results.append(reference(*(parts[number] for parts in split_args), **document))
     if results[0] is None:  # a kernel of several steps that PyTorch computes one by one
         return None
     if isinstance(results[0], tuple):
@@ -221,25 +224,25 @@ def scan_documents(
     is_cached = others.get("initial_states") is not None or others.get("return_final_states")
     if is_cached or hidden_states.dtype == torch.float32:
         others["seq_idx"] = seq_idx
-        return by_document(_DOCUMENTS, reference, hidden_states, dt, rates, keys, queries, **others)
-    ends = None
+        return by_document(_DOCUMENT_OF_TOKEN, reference, hidden_states, dt, rates, keys, queries, **others)
+    boundaries = None
     if seq_idx is not None:
-        ends = ends_of(seq_idx) if cu_seq_lens_q is None else cu_seq_lens_q
+        boundaries = boundaries_of(seq_idx) if cu_seq_lens_q is None else cu_seq_lens_q
     bias, skip = others.get("dt_bias"), others.get("D")
     steps = dt.float() if bias is None else dt.float() + bias.float()
     if others.get("dt_softplus"):
         steps = nn.functional.softplus(steps)
     steps = steps.clamp(*others.get("dt_limit", (0.0, None)))
     heads_per_group = hidden_states.shape[2] // keys.shape[2]
-    keys, queries = (each.repeat_interleave(heads_per_group, dim=2) for each in (keys, queries))
+    keys, queries = (tensor.repeat_interleave(heads_per_group, dim=2) for tensor in (keys, queries))
     values = (hidden_states * steps[..., None]).to(hidden_states.dtype)
-    states, _ = linear_attention(queries, keys, values, rates.float() * steps, scale=1.0, cu_seqlens=ends)
+    states, _ = linear_attention(queries, keys, values, rates.float() * steps, scale=1.0, cu_seqlens=boundaries)
     if skip is not None:
         states = (states + hidden_states * skip[:, None].float()).to(hidden_states.dtype)
     return states.contiguous()
 
 
-def ends_of(documents: torch.Tensor) -> torch.Tensor:
+def boundaries_of(documents: torch.Tensor) -> torch.Tensor:
     """Where documents start and end in a row (N + 1,), from each token's document (1, T)."""
     numbers: Any = documents[0]  # torch's next method has no types
     lengths = numbers.unique_consecutive(return_counts=True)[1]

@@ -33,7 +33,7 @@ from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
-from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, hub_problem
+from tunebook.model.hub import fetch_config, fetch_weights, hub_problem
 from tunebook.model.positions import stretch_positions
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.weight_files import (
@@ -70,10 +70,13 @@ def model_location(model: ModelConfig) -> str:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises: RequestError for a model that cannot be loaded, with what is missing and what to type."""
+    """Raises: RequestError for a model that cannot be loaded, with what is missing and what to type.
+
+    Of a hub model only the config.json is fetched, which shows that the name exists and may be read.
+    """
     if model.path is None:
         if model.weights is Weights.pretrained:
-            check_hub_model(model)
+            fetch_config(model)
         return
     if problem := model_folder_problem(model):
         raise RequestError(f"model.path={model.path}: {problem}", problem_id="model-folder")
@@ -393,7 +396,7 @@ def _read(
         )
     except (OSError, ValueError) as error:
         raise hub_problem(error, "model", location, config.model.revision) from error
-    # Also by the library's own report, which covers weights that are converted while they are read.
+    # The library's own report also covers weights that are converted while they are read.
     kinds = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
     require_complete(**kinds, place=location)
     forget_unused_conversions(model)

@@ -26,13 +26,6 @@ class Parameters:
 # Names of the embeddings and the output head in transformers' models.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
-# The linear layers of Llama and of architectures with the same names, by parent module. PEFT trains a copy of a module
-# in `modules_to_save` and puts no adapter inside it.
-PRODUCTS_OF = {
-    "self_attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "dense"}),
-    "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
-}
-
 # The linear layers of an MLP, from the hidden size to its inner numbers and back. GPT-2's attention also has a c_proj.
 MLP_INPUT_LAYERS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"})
 MLP_OUTPUT_LAYERS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})
@@ -70,10 +63,8 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
         )
     saved = {last_name(module) for module in config.peft.modules_to_save}  # PEFT trains a copy of each
     saved_embeddings, saved_head = (embeddings * bool(saved & {*names}) for names in (EMBEDDINGS, HEADS))
-    products = saved.union(*(PRODUCTS_OF.get(module, ()) for module in saved))
-    adapter = _adapter_parameters(config, facts, without=products)
-    sizes = weight_sizes(facts)
-    saved_layers = round(facts.num_layers * sum(sizes[product] for product in products if product in sizes))
+    adapter = _adapter_parameters(config, facts, without=saved)
+    saved_layers = round(facts.num_layers * sum(size for name, size in weight_sizes(facts).items() if name in saved))
     return Parameters(
         trained=adapter + saved_layers + saved_embeddings + saved_head,
         frozen=facts.num_parameters,

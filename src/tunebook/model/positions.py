@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _STRETCHED = ("rope_parameters", "max_position_embeddings")  # keys of a config that say how
 _PLAIN = "default"  # transformers' word for rotary positions that nothing stretches
-# Llama 3.1 and later, whose config.json stretches 8,192 positions in a way of its own: recognized without that file
-_LLAMA_3_1 = ("LlamaForCausalLM", 131_072)
 
 
 def positions_of(model: ModelConfig) -> int | None:
@@ -42,10 +40,7 @@ def yarn_refusal(model: ModelConfig) -> str | None:
         return None
     if facts.architecture not in YARN_ARCHITECTURES:
         return f"it has not been tested with {facts.architecture}"
-    config = read_config(model) if model.path is not None else None  # the hub's cache needs a slow import
-    if config is None:
-        is_llama = (facts.architecture, facts.max_position_embeddings) == _LLAMA_3_1
-        return "Llama 3.1 and later come with stretched positions (llama3)" if is_llama else None
+    config = (read_config(model) if model.path is not None else None) or {}  # the hub's cache needs a slow import
     text = config.get("text_config", config)
     return _rope_refusal(text.get("rope_parameters") or text.get("rope_scaling") or {})
 
@@ -67,9 +62,9 @@ def stretch_positions(architecture: PretrainedConfig, model: ModelConfig) -> Non
         return
     text: Any = architecture.get_text_config(decoder=True)
     rope = dict(getattr(text, "rope_parameters", None) or {})
-    wanted = {"rope_type": "yarn", "factor": float(model.yarn_factor)}
+    stretched = {"rope_type": "yarn", "factor": float(model.yarn_factor)}
     original = model.yarn_original_positions
-    if rope | wanted == rope and original in (None, rope["original_max_position_embeddings"]):
+    if rope | stretched == rope and original in (None, rope["original_max_position_embeddings"]):
         return
     reason = _rope_refusal(rope) if rope else f"{type(architecture).__name__} has no rotary positions"
     if reason is not None:
@@ -78,7 +73,7 @@ def stretch_positions(architecture: PretrainedConfig, model: ModelConfig) -> Non
             problem_id="yarn-not-possible",
         )
     original = original or text.max_position_embeddings
-    text.rope_parameters = rope | wanted | {"original_max_position_embeddings": original}
+    text.rope_parameters = rope | stretched | {"original_max_position_embeddings": original}
     text.max_position_embeddings = round(original * model.yarn_factor)
 
 

@@ -32,17 +32,17 @@ def tile_mlps(model: nn.Module, tile_tokens: int) -> int:
     decoder: Any = model
     of_text = set(decoder.get_decoder().modules())  # without an image tower
     blocks = {name: block for name, block in transformer_blocks(model).items() if block in of_text}
-    found = {name: list(mlps_of(block)) for name, block in blocks.items()}
-    if without := [name for name, mlps in found.items() if not mlps] or ([] if blocks else [type(model).__name__]):
+    by_block = {name: list(mlps_of(block)) for name, block in blocks.items()}
+    if without := [name for name, mlps in by_block.items() if not mlps] or ([] if blocks else [type(model).__name__]):
         raise RequestError(
             f"activation.mlp_tile_tokens={tile_tokens}: {without[0]} has no MLP that computes each token alone; "
             "try activation.mlp_tile_tokens=null",
             problem_id="mlp-not-tiled",
         )
-    every = [mlp for mlps in found.values() for mlp in mlps]
-    for mlp in every:
+    every_mlp = [mlp for mlps in by_block.values() for mlp in mlps]
+    for mlp in every_mlp:
         mlp.forward = _InTiles(mlp.forward, tile_tokens)
-    return len(every)
+    return len(every_mlp)
 
 
 def mlps_of(block: nn.Module) -> Iterator[Any]:
@@ -52,8 +52,9 @@ def mlps_of(block: nn.Module) -> Iterator[Any]:
     """
     for part in block.children():
         names = {name for name, _ in part.named_children()}
-        takes = [each for each in signature(type(part).forward).parameters.values() if each.default is each.empty]
-        if names & MLP_INPUT_LAYERS and names & MLP_OUTPUT_LAYERS and len(takes) == 2:
+        parameters = signature(type(part).forward).parameters.values()
+        required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+        if names & MLP_INPUT_LAYERS and names & MLP_OUTPUT_LAYERS and len(required) == 2:
             yield part
 
 

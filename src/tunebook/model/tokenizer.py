@@ -11,22 +11,18 @@ import json
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import CHATML_TEMPLATE
 from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.errors import RequestError, did_you_mean, first_few, first_line
+from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import CHATML_TOKENS, read_chat_template
-from tunebook.model.tokenizer_files import tokenizer_folder
+from tunebook.model.tokenizer_files import CHATML_TOKENS, read_chat_template, read_json_file, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_NUM_LISTED = 10  # special tokens in a message
 
 
 def needs_padding(config: RunConfig) -> bool:
@@ -53,32 +49,39 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
     # A tokenizer.json may have been saved with these on. training.max_length truncates documents and counts that.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    vocabulary = _Vocabulary(tokenizer, folder)
+    vocabulary = _stored_vocabulary(tokenizer, folder)
     if model.eos_token is not None:
-        tokenizer.eos_token = vocabulary.require("model.eos_token", model.eos_token)
+        tokenizer.eos_token = _known_token("model.eos_token", model.eos_token, vocabulary)
     if model.pad_token is not None:
-        tokenizer.pad_token = vocabulary.require("model.pad_token", model.pad_token)
+        tokenizer.pad_token = _known_token("model.pad_token", model.pad_token, vocabulary)
     if model.chat_template is not None:
         own = tokenizer.chat_template
         tokenizer.chat_template = read_chat_template(
             model.chat_template, own.get("default") if isinstance(own, dict) else own
         )
         if model.chat_template == CHATML_TEMPLATE:
-            added = [token for token in CHATML_TOKENS if token not in vocabulary.tokens]
+            added = [token for token in CHATML_TOKENS if token not in vocabulary]
             tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added], special_tokens=True)
-            vocabulary.tokens.update(added)
+            vocabulary.update(added)
         if model.eos_token is None:
             _end_turns_as_written(tokenizer)
     fix_template_date(tokenizer, model.template_date)
     if tokenizer.eos_token is None:
         raise RequestError(
             f"{folder}: the tokenizer has no EOS token, so the model could never learn to stop; set model.eos_token to "
-            f"the token that ends a text or a turn. {vocabulary.listed}",
+            "the token that ends a text or a turn",
             problem_id="tokenizer-no-eos",
         )
-    vocabulary.require(f"{folder}: the tokenizer's own eos_token", tokenizer.eos_token)
-    if is_padded:
-        _check_padding(tokenizer, vocabulary, folder)
+    _known_token(f"{folder}: the tokenizer's own eos_token", tokenizer.eos_token, vocabulary)
+    if is_padded and tokenizer.pad_token not in vocabulary:  # the user chooses, since it is saved with the model
+        own = tokenizer.pad_token
+        wrong = f"padding token {own!r} is not in the vocabulary" if own else "tokenizer has no padding token"
+        raise RequestError(
+            f"{folder}: the {wrong}, and padded rows or batched generation need one; set model.pad_token to one that "
+            f"texts do not contain, or to {typed('model.pad_token', tokenizer.eos_token)}. Padding is masked by length "
+            "here, so the choice never hides an EOS from the loss",
+            problem_id="tokenizer-no-pad",
+        )
     return tokenizer
 
 
@@ -86,8 +89,8 @@ def added_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> l
     """The tokens that `load_tokenizer` has added to the model's vocabulary."""
     if model.chat_template != CHATML_TEMPLATE:
         return []
-    known = _Vocabulary(tokenizer, tokenizer_folder(model)).tokens
-    return [tokenizer.vocab[token] for token in CHATML_TOKENS if token not in known]
+    stored = _stored_vocabulary(tokenizer, tokenizer_folder(model))
+    return [tokenizer.vocab[token] for token in CHATML_TOKENS if token not in stored]
 
 
 def _end_turns_as_written(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -133,8 +136,7 @@ def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def has_padding_token(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if a loaded tokenizer has a padding token in its vocabulary."""
-    vocabulary = _Vocabulary(tokenizer, Path(tokenizer.name_or_path))
-    return tokenizer.pad_token is not None and tokenizer.pad_token in vocabulary.tokens
+    return tokenizer.pad_token in _stored_vocabulary(tokenizer, Path(tokenizer.name_or_path))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -150,15 +152,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     Llama 3 Instruct, for example, ends a text with one token and a turn with another.
     """
     file = Path(tokenizer.name_or_path) / "generation_config.json"
-    named: object = None
-    if file.is_file():
-        try:
-            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
-    more = named if isinstance(named, list) else [named]
-    stops = (tokenizer.eos_token_id, *more)
-    return frozenset(token for token in stops if isinstance(token, int))
+    stops = read_json_file(file).get("eos_token_id") if file.is_file() else None
+    tokens = (tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops]))
+    return frozenset(token for token in tokens if isinstance(token, int))
 
 
 def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -169,68 +165,35 @@ def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # a broken file raises JSON, Rust or Python errors
-        reason = str(error).strip() or type(error).__name__
-        if "trust_remote_code" in reason:
-            raise RequestError(
-                f"{folder}: this tokenizer runs Python code from its repository, which is refused unless you trust it; "
-                "read the code, then type model.trust_remote_code=true",
-                problem_id="remote-code-refused",
-            ) from error
         raise RequestError(
-            f"{folder}: the tokenizer cannot be loaded ({reason.splitlines()[0]}); a file may be broken or cut off: "
-            "copy it again, or name another tokenizer with model.tokenizer=DIR",
+            f"{folder}: the tokenizer cannot be loaded ({first_line(error)}); if a file is broken or cut off, copy it "
+            "again; if it has Python code, read that, then type model.trust_remote_code=true; or name another "
+            "tokenizer with model.tokenizer=DIR",
             problem_id="tokenizer-broken",
         ) from error
     return tokenizer
 
 
-class _Vocabulary:
+def _stored_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path) -> set[str]:
     """The tokens that the model has embeddings for.
 
     transformers silently adds the special tokens of its settings to the loaded vocabulary, so the vocabulary is read
     from the file, except for tokenizers without a tokenizer.json.
     """
+    from tokenizers import Tokenizer
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        if content is None:
-            self.special = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items())]
-            self.tokens = set(tokenizer.get_vocab())
-            return
-        self.special = [token["content"] for token in sorted(content["added_tokens"], key=lambda token: token["id"])]
-        words = content["model"]["vocab"]
-        # A Unigram model lists its words with their scores.
-        self.tokens = {*(words if isinstance(words, dict) else (word for word, _ in words)), *self.special}
-
-    def require(self, key: str, token: str) -> str:
-        """The token. Raises: RequestError with near spellings when it is not in the vocabulary."""
-        if token in self.tokens:
-            return token
-        guess = did_you_mean(token, self.special) or did_you_mean(token, self.tokens)
-        raise RequestError(
-            f"{key}={token!r} is not in the vocabulary, and the model has no weights for a new token.{guess} "
-            f"{self.listed}",
-            problem_id="token-not-in-vocabulary",
-        )
-
-    @property
-    def listed(self) -> str:
-        """The first special tokens, for messages."""
-        return f"Special tokens there are: {first_few(self.special, _NUM_LISTED) or 'none'}"
+    file = folder / "tokenizer.json"
+    return set(Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else tokenizer.get_vocab())
 
 
-def _check_padding(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, folder: Path) -> None:
-    """Refuse instead of using EOS: the padding token is saved with the model, so the user should choose it."""
-    own = tokenizer.pad_token
-    if own is not None and own in vocabulary.tokens:
-        return
-    wrong = f"padding token {own!r} is not in the vocabulary" if own else "tokenizer has no padding token"
+def _known_token(key: str, token: str, vocabulary: set[str]) -> str:
+    """The token. Raises: RequestError with near spellings when it is not in the vocabulary."""
+    if token in vocabulary:
+        return token
     raise RequestError(
-        f"{folder}: the {wrong}, and padded rows or batched generation need one; set model.pad_token to one that texts "
-        f"do not contain, or to {typed('model.pad_token', tokenizer.eos_token)}. Padding is masked by length here, so "
-        f"the choice never hides an EOS from the loss. {vocabulary.listed}",
-        problem_id="tokenizer-no-pad",
+        f"{key}={token!r} is not in the vocabulary, and the model has no weights for a new token; name one of the "
+        f"tokenizer's.{did_you_mean(token, vocabulary)}",
+        problem_id="token-not-in-vocabulary",
     )
 
 
@@ -251,15 +214,16 @@ def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end an answer: those that end a trained turn, and those of the model's generation config."""
-    named = model.generation_config.eos_token_id
-    known = named if isinstance(named, list) else [] if named is None else [named]
-    return sorted({*stop_token_ids(tokenizer), *known})
+    stops = model.generation_config.eos_token_id
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    return sorted({*stop_token_ids(tokenizer), *stops})
 
 
-def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Generation must stop at the token that training ends answers with, and at those that it stopped at before.
+def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make generation stop at the token that training ends answers with, and at those that it stopped at before.
 
-    Returns a note if the generation settings were corrected: transformers refuses to write contradictory ones.
+    Also corrects contradictory generation settings, which transformers refuses to write. Raises: RequestError for
+    those that it cannot correct.
     """
     settings = model.generation_config
     settings.eos_token_id = stop_ids(model, tokenizer)
@@ -268,27 +232,14 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> str | Non
     model.config.pad_token_id = tokenizer.pad_token_id
     try:
         settings.validate(strict=True)
-    except ValueError:
-        is_greedy = settings.temperature == 0.0  # in words of servers, but an error in transformers
-        changed = "temperature=null" if is_greedy else "do_sample=true"
-        settings.update(**({"temperature": None} if is_greedy else {"do_sample": True}))
-        return f"note: the base model's generation_config.json contradicts itself; the trained model's has {changed}"
-    return None
-
-
-def rehearse_saving(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the settings and the tokenizer of a trained model to a scratch folder, before the training.
-
-    Raises: RequestError if the library refuses to write what it has read.
-    """
+    except ValueError:  # a temperature of 0 is a server's way to write greedy decoding
+        settings.update(**({"temperature": None} if settings.temperature == 0.0 else {"do_sample": True}))
     try:
-        with TemporaryDirectory() as folder:
-            for part in (model.config, model.generation_config, tokenizer):
-                part.save_pretrained(folder)
-    except Exception as error:  # whatever a library raises for settings that it has read
+        settings.validate(strict=True)
+    except ValueError as error:
         raise RequestError(
-            f"the files of the trained model could not be written at the end ({first_line(error)}): its configuration, "
-            "generation settings or tokenizer are wrong; correct them in a copy of the model, named by model.path=DIR",
+            f"the model's generation settings are contradictory ({first_line(error)}), so the trained model could not "
+            "be written; correct generation_config.json in a copy of the model, named by model.path=DIR",
             problem_id="model-cannot-be-saved",
         ) from error
 
@@ -299,9 +250,9 @@ def ids_only(vocab_size: int) -> PreTrainedTokenizerBase:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"<{number}>": number for number in range(vocab_size)}
+    tokens = {f"<{number}>": number for number in range(vocab_size)}
     last = f"<{vocab_size - 1}>"
-    backend = Tokenizer(WordLevel(words, unk_token="<0>"))
+    backend = Tokenizer(WordLevel(tokens, unk_token="<0>"))
     make: Any = PreTrainedTokenizerFast  # untyped upstream
     tokenizer: PreTrainedTokenizerBase = make(tokenizer_object=backend, eos_token=last, pad_token=last)
     return tokenizer

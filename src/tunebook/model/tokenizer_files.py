@@ -1,31 +1,48 @@
-"""The folder of a tokenizer's files and one hash of their content, without importing transformers.
+"""A tokenizer's files, one hash of their content, and chat templates by name, without importing transformers or TRL.
 
 `prepare` computes the hash at every start to detect changes, so it must be much faster than loading the tokenizer.
+A template is `chatml`, a file, or one of those that TRL ships (`trl/chat_templates`). For most of them TRL has a
+training version: it writes every turn the same way whatever follows, also the reasoning of earlier answers, and marks
+the assistant's words with `{% generation %}`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.book import (
+    BOOK_PREFIX,
+    CHATML_TEMPLATE,
+    LIBRARY_PREFIX,
+    TRAINING_TEMPLATE,
+    is_in_book,
+    resolve_path,
+)
 from tunebook.config.schema import ModelConfig
-from tunebook.errors import RequestError
-from tunebook.model.chat_templates import template_identity
+from tunebook.errors import RequestError, did_you_mean
 from tunebook.model.hub import fetch_files
 
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_CHATML_FILE = f"{BOOK_PREFIX}recipes/quickstart/model/chat_template.jinja"
+_TRAINING_SUFFIX = "_training"
+GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # One of these is required: from config.json alone transformers would silently make a tokenizer with one token.
 VOCABULARY_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
 # Other files that affect the tokens of a text, or the token that ends a turn.
-SETTINGS_FILES = (
+_SETTINGS_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "generation_config.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_PATTERNS = (*VOCABULARY_FILES, *SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
+_PATTERNS = (*VOCABULARY_FILES, *_SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -56,9 +73,9 @@ def tokenizer_folder(model: ModelConfig) -> Path:
         )
     if has_vocabulary(folder):
         return folder
-    lacks = f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})" if folder.is_dir() else "is no folder"
+    missing = f"has no tokenizer (none of {', '.join(VOCABULARY_FILES)})" if folder.is_dir() else "is no folder"
     raise RequestError(
-        f"{key}: {folder} {lacks}; copy the tokenizer's files there, or name another tokenizer with "
+        f"{key}: {folder} {missing}; copy the tokenizer's files there, or name another tokenizer with "
         "model.tokenizer=DIR or organization/name",
         problem_id="tokenizer-not-found",
     )
@@ -71,16 +88,21 @@ def tokenizer_files_hash(model: ModelConfig) -> str:
     are written.
     """
     folder = tokenizer_folder(model)
-    named = [folder / name for name in (*VOCABULARY_FILES, *SETTINGS_FILES)]
-    found = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
+    named = [folder / name for name in (*VOCABULARY_FILES, *_SETTINGS_FILES)]
+    files = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
     digest = hashlib.sha256()
-    for file in sorted(file for file in found if file.is_file()):
+    for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.relative_to(folder)}:{file.stat().st_size}:".encode())
         digest.update(file.read_bytes())
-    settings = [model.pad_token, model.eos_token, model.trust_remote_code, _tokenizer_class(folder)]
+    # The values of config.json that choose the tokenizer's class
+    config = read_json_file(folder / "config.json") if (folder / "config.json").is_file() else None
+    kind = [config.get("model_type"), config.get("tokenizer_class")] if config is not None else []
+    settings = [model.pad_token, model.eos_token, model.trust_remote_code, kind]
     digest.update(json.dumps(settings).encode())
-    if model.chat_template is not None:
-        digest.update(template_identity(model.chat_template).encode())
+    if model.chat_template == TRAINING_TEMPLATE:  # which depends on the tokenizer's own, in its files
+        digest.update(f"{TRAINING_TEMPLATE}, trl {version('trl')}".encode())
+    elif model.chat_template is not None:
+        digest.update(read_chat_template(model.chat_template).encode())
     return digest.hexdigest()
 
 
@@ -89,13 +111,69 @@ def _may_be_on_hub(text: str) -> bool:
     return not is_in_book(text) and not text.startswith((".", "~", "/")) and text.count("/") <= 1
 
 
-def _tokenizer_class(folder: Path) -> list[str | None]:
-    """The values of config.json that choose the tokenizer's class."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return []
+def read_json_file(file: Path) -> dict[str, Any]:
+    """The content of a JSON file of a model. Raises: RequestError if it is no JSON."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
-    return [config.get("model_type"), config.get("tokenizer_class")]
+    return content
+
+
+def read_chat_template(text: str, own: str | None = None) -> str:
+    """The template that `model.chat_template` names; `own` is the tokenizer's, which `training` replaces.
+
+    Raises: RequestError if there is none of that name.
+    """
+    if text == TRAINING_TEMPLATE:
+        return _training_version(own)
+    if text.startswith(LIBRARY_PREFIX):
+        return _from_library(text)
+    path = resolve_path(_CHATML_FILE if text == CHATML_TEMPLATE else text)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"{path} is not UTF-8 text: {error}"
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror or error}"
+    raise RequestError(
+        f"model.chat_template={text}: {reason}; name a Jinja file, {CHATML_TEMPLATE}, {TRAINING_TEMPLATE}, or trl:NAME "
+        "for one of TRL's, or leave it out to use the tokenizer's own",
+        problem_id="chat-template-not-found",
+    )
+
+
+def _library_templates() -> dict[str, Path]:
+    """TRL's templates by name."""
+    package = find_spec("trl")
+    folders = package.submodule_search_locations if package is not None else None
+    folder = Path(next(iter(folders))) / "chat_templates" if folders else None
+    return {} if folder is None else {file.stem: file for file in sorted(folder.glob("*.jinja"))}
+
+
+def _from_library(text: str) -> str:
+    name, files = text.removeprefix(LIBRARY_PREFIX), _library_templates()
+    if name not in files:
+        raise RequestError(
+            f"model.chat_template={text}: TRL {version('trl')} has no template '{name}'."
+            f"{did_you_mean(name, files)} It has: {', '.join(files)}",
+            problem_id="chat-template-not-found",
+        )
+    return files[name].read_text(encoding="utf-8")
+
+
+def _training_version(own: str | None) -> str:
+    files = _library_templates()
+    trained = {name.removesuffix(_TRAINING_SUFFIX): file for name, file in files.items() if _TRAINING_SUFFIX in name}
+    for name, file in files.items():
+        if own is not None and file.read_text(encoding="utf-8").strip() == own.strip():
+            if name in trained:
+                return trained[name].read_text(encoding="utf-8")
+            if GENERATION_MARKER.search(own):  # it has them itself
+                return own
+    raise RequestError(
+        f"model.chat_template={TRAINING_TEMPLATE}: TRL {version('trl')} has no training version of this tokenizer's "
+        f"template, which it compares letter by letter. It has versions for: {', '.join(trained)}; name one whose "
+        f"control tokens the tokenizer has, such as model.chat_template=trl:qwen3_training, or a file of your own",
+        problem_id="chat-template-not-found",
+    )

@@ -19,7 +19,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,15 +29,11 @@ from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
 from tunebook.facts.attention import BY_DOCUMENT, COMPILED
 
-if TYPE_CHECKING:
-    import torch
-
 # Features that a model may require and these kernels lack, by their names in transformers.
 _SINKS = "s_aux"
 _NOT_SUPPORTED = {"softcap": "caps its attention logits", _SINKS: "has attention sinks"}
 _lengths_of = WeakIdKeyDictionary()
 _NO_LIMIT = -1  # a window that has no end
-_NUM_DIFFERENTIABLE = 4  # of the inputs of attention with sinks: query, key, value and sinks
 
 
 def register(implementation: Attention) -> None:
@@ -81,8 +77,9 @@ def varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise _not_possible(name, "rows come without the places of their documents", "packing=isolated")
     sinks = more.pop(_SINKS, None) if name == COMPILED.value and "window_size" in kernel_takes else None
-    if asked := [why for option, why in _NOT_SUPPORTED.items() if more.get(option) is not None]:
-        raise _not_possible(name, f"{type(module).__name__} {asked[0]}")
+    for option, reason in _NOT_SUPPORTED.items():
+        if more.get(option) is not None:
+            raise _not_possible(name, f"{type(module).__name__} {reason}")
     if dropout:
         raise _not_possible(name, f"the model's config asks for a dropout of {dropout:g} of the attention")
     if sliding_window is not None and "window_size" not in kernel_takes and max_length_q > sliding_window:
@@ -115,8 +112,6 @@ def _options(
 
 def kernel_dtype(query: torch.Tensor) -> torch.dtype:
     """The format of the products: autocast's, or the query's."""
-    import torch
-
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
@@ -136,11 +131,11 @@ def _varlen_forward(
     """torch's kernel: the result (T, H, D), and (H, T) logarithms of the sums over each query's keys, in fp32."""
     import torch.nn.attention.varlen  # defines the operation
 
-    found = torch.ops.torch_attn._varlen_attn(
+    outputs = torch.ops.torch_attn._varlen_attn(
         *(query, key, value, cu_seq, cu_seq, max_length, max_length),
         is_causal=window == _NO_LIMIT, scale=scale, window_size=[window, 0],
     )  # fmt: skip
-    return found[0], found[1]
+    return outputs[0], outputs[1]
 
 
 def _varlen_backward(
@@ -158,71 +153,35 @@ def _varlen_backward(
     return grads
 
 
-@torch.library.custom_op("tunebook::attention_with_sinks", mutates_args=())
-def _sinks_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    cu_seq: torch.Tensor,
-    max_length: int,
-    scale: float,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result (T, H, D), and (H, T) logarithms of the sums with the sinks, in fp32."""
-    attended, log_sums = _varlen_forward(query, key, value, cu_seq, max_length, scale, window)
-    whole = torch.logaddexp(log_sums, sinks.float()[:, None])
-    left = (log_sums - whole).exp().T[..., None]  # what the sinks leave of each query's weights
-    # torch's kernel keeps the layout of the query, a transposed view; compiled blocks rely on the described one
-    return (attended * left).to(attended.dtype).contiguous(), whole
+class _AttentionWithSinks(torch.autograd.Function):
+    """torch's kernel, corrected by the sinks in both directions. Inputs as `attention_with_sinks`."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
+        cu_seq: torch.Tensor, max_length: int, scale: float, window: int,
+    ) -> torch.Tensor:  # fmt: skip
+        attended, log_sums = _varlen_forward(query, key, value, cu_seq, max_length, scale, window)
+        whole = torch.logaddexp(log_sums, sinks.float()[:, None])  # (H, T), with the sinks, in fp32
+        left = (log_sums - whole).exp().T[..., None]  # what the sinks leave of each query's weights
+        attended = (attended * left).to(attended.dtype)
+        ctx.save_for_backward(query, key, value, sinks, attended, whole, cu_seq)
+        ctx.settings = max_length, scale, window
+        return attended
 
-@torch.library.custom_op("tunebook::attention_with_sinks_backward", mutates_args=())
-def _sinks_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    attended: torch.Tensor,
-    whole: torch.Tensor,
-    cu_seq: torch.Tensor,
-    max_length: int,
-    scale: float,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key, value and sinks.
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of query, key, value and sinks.
 
-    With p the weights that include the sink, the kernel computes p * (grad . value - grad . attended) for the logits
-    from `whole` and `attended`, which is right for them. The sink's value is zero, so its logit's gradient is
-    -p_sink * (grad . attended), summed over the queries.
-    """
-    grads = _varlen_backward(grad, query, key, value, attended, whole, cu_seq, max_length, scale, window)
-    of_query = (grad.float() * attended.float()).sum(-1).T
-    of_sinks = -(of_query * (sinks.float()[:, None] - whole).exp()).sum(1)
-    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous(), of_sinks.to(sinks.dtype)
-
-
-@_sinks_forward.register_fake
-def _forward_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-
-
-@_sinks_backward.register_fake
-def _backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(one.new_empty(one.shape) for one in inputs[:_NUM_DIFFERENTIABLE])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    cu_seq, *ctx.settings = inputs[_NUM_DIFFERENTIABLE:]
-    ctx.save_for_backward(*inputs[:_NUM_DIFFERENTIABLE], *output, cu_seq)
-
-
-def _gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return (*_sinks_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
-
-
-_sinks_forward.register_autograd(_gradients, setup_context=_keep)
+        With p the weights that include the sink, the kernel computes p * (grad . value - grad . attended) for the
+        logits from `whole` and `attended`, which is right for them. The sink's value is zero, so its logit's gradient
+        is -p_sink * (grad . attended), summed over the queries.
+        """
+        query, key, value, sinks, attended, whole, cu_seq = ctx.saved_tensors
+        grads = _varlen_backward(grad, query, key, value, attended, whole, cu_seq, *ctx.settings)
+        of_query = (grad.float() * attended.float()).sum(-1).T
+        of_sinks = -(of_query * (sinks.float()[:, None] - whole).exp()).sum(1)
+        return *grads, of_sinks.to(sinks.dtype), None, None, None, None
 
 
 def attention_with_sinks(
@@ -242,7 +201,8 @@ def attention_with_sinks(
     keys before itself a query attends to, -1 for all.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    attended: torch.Tensor = _sinks_forward(query, key, value, sinks, cu_seq, max_length, scale, window)[0]
+    function: Any = _AttentionWithSinks  # untyped upstream
+    attended: torch.Tensor = function.apply(query, key, value, sinks, cu_seq, max_length, scale, window)
     return attended
 
 

@@ -14,7 +14,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.book import resolve_path
+from tunebook.config.choices import Weights
+from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, first_line
+from tunebook.files import remembered_hashes, sha256_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,16 +27,13 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]  # by the weight's name in the file
 
-# What transformers looks for in a model's folder, in its order (modeling_utils._get_resolved_checkpoint_files, 5.23).
-SINGLE_AND_INDEX = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+# What transformers looks for in a model's folder, in its order (modeling_utils._get_resolved_checkpoint_files, 5.23):
+# one file, or an index of those that match the pattern.
+STORED = (
+    ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
 )
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")  # all that may be weights of a model's folder
-STORED_PATTERNS = (
-    ("model*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
-)
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -40,7 +41,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
     Raises: RequestError for an index that cannot be read or names a missing file.
     """
-    for single, index in SINGLE_AND_INDEX:
+    for single, index, _ in STORED:
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
@@ -53,7 +54,7 @@ def _files_of_index(index: Path) -> list[Path]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = [index.parent / name for name in sorted(set(places.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged_file(index, error) from error
+        raise _damaged_file(index, error) from error
     if absent := [file for file in files if not file.is_file()]:
         raise RequestError(
             f"{index} names {len(files)} files, and {len(absent)} are missing, such as {absent[0]}; copy the missing "
@@ -70,7 +71,7 @@ def read_shapes(files: Iterable[Path]) -> Shapes:
         try:
             shapes |= _in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
         except Exception as error:  # safetensors, torch and zipfile each have their own errors
-            raise damaged_file(file, error) from error
+            raise _damaged_file(file, error) from error
     return shapes
 
 
@@ -88,13 +89,12 @@ def _in_pickle(file: Path) -> Shapes:
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-def damaged_file(
-    file: Path, error: Exception | str, advice: str = "it is damaged or was cut off. Copy or download it again"
-) -> RequestError:
-    """The error for a file of weights that cannot be read."""
+def _damaged_file(file: Path, error: Exception) -> RequestError:
     size = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
-    reason = error if isinstance(error, str) else first_line(error)
-    return RequestError(f"{file} ({size}) cannot be read: {reason}; {advice}", problem_id="weights-file-damaged")
+    return RequestError(
+        f"{file} ({size}) cannot be read: {first_line(error)}; it is damaged or was cut off. Copy or download it again",
+        problem_id="weights-file-damaged",
+    )
 
 
 def check_stored_weights(model: PreTrainedModel, folder: Path) -> None:
@@ -131,8 +131,8 @@ def compare_shapes(model: PreTrainedModel, stored: Shapes) -> dict[str, list[str
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(report["unexpected_keys"]),
         "mismatched": [
-            f"{name} of shape {list(found)}, where the model has {list(expected)}"
-            for name, found, expected in sorted(report["mismatched_keys"])
+            f"{name} of shape {list(shape)}, where the model has {list(expected)}"
+            for name, shape, expected in sorted(report["mismatched_keys"])
         ],
     }
 
@@ -140,10 +140,26 @@ def compare_shapes(model: PreTrainedModel, stored: Shapes) -> dict[str, list[str
 def require_complete(*, missing: list[str], unexpected: list[str], mismatched: list[str], place: str) -> None:
     """Raises: RequestError if a list is not empty; `place` is where the weights are."""
     kinds = {"missing keys": missing, "mismatched keys": mismatched, "unexpected keys": unexpected}
-    found = [f"{len(keys)} {kind} such as {keys[0]}" for kind, keys in kinds.items() if keys]
-    if found:
+    problems = [f"{len(keys)} {kind} such as {keys[0]}" for kind, keys in kinds.items() if keys]
+    if problems:
         raise RequestError(
-            f"the weights in {place} do not fill the model: {'; '.join(found)}; a missing weight would be random. "
+            f"the weights in {place} do not fill the model: {'; '.join(problems)}; a missing weight would be random. "
             "Name a complete checkpoint of this architecture",
             problem_id="weights-incomplete",
         )
+
+
+def weights_fingerprint(model: ModelConfig) -> str | None:
+    """A fingerprint of the pretrained weights in a model's folder: of one file its SHA-256, as the hub shows it.
+
+    It shows whether a base model is the one that an adapter was trained on, or that a run started from; config.json
+    only identifies the architecture. All files are read the first time, then only those that changed. None for random
+    weights (known by their seed), hub models (known by their revision) and folders without weights.
+    Raises: RequestError for files that are missing.
+    """
+    if model.path is None or model.weights is not Weights.pretrained:
+        return None
+    hashes = [*remembered_hashes(find_weight_files(resolve_path(model.path))).values()]
+    if not hashes:
+        return None
+    return hashes[0] if len(hashes) == 1 else sha256_text("\n".join(hashes))

@@ -18,7 +18,7 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.config.unsafe_text import without_secrets
 from tunebook.errors import DataError
 from tunebook.files import atomic_write_json, read_json, sha256_file, sha256_text
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import (
     describe_code,

@@ -19,7 +19,7 @@ from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError
 from tunebook.files import atomic_write_json, read_json
 from tunebook.model.tokenizer import tokenizer_hash
-from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, system_prompt_hash
 from tunebook.record.run_folder import RUN_FILE
 
@@ -147,9 +147,10 @@ def check_base(
         return []
     if BASE in allowed:
         return [BASE]
+    weights = f"have the fingerprint {present[:12]}..." if present is not None else "are not there"
     raise DataError(
         f"the base model is not the one that the run {trained.run} was trained on: the weights of "
-        f"{resolve_path(model.path)} {fingerprint_text(present)}, and the run started from "
+        f"{resolve_path(model.path)} {weights}, and the run started from "
         f"{trained.weights_fingerprint[:12]}...; restore those weights, since an adapter fits only its own base, or "
         f"train again on these ({way_out})",
         problem_id="base-changed",

@@ -18,13 +18,19 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
-from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, require_patterns, trains_in_fp32
+from tunebook.model.adapters import (
+    adapter_config,
+    freeze_unreached,
+    keep_in_fp32,
+    require_known_names,
+    trains_in_fp32,
+)
 from tunebook.model.blocks import compile_layers, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.tiled_mlp import tile_mlps
-from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, rehearse_saving, trainer_tokenizer
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, trainer_tokenizer
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.wrapped import unit_classes
@@ -55,10 +61,7 @@ def build_trainer(
         arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
     if zero_stage(config.parallelism.strategy) in (1, 2):
         link_in_flat_order()
-    note = agree_on_tokens(model, tokenizer)
-    if note is not None and is_first_rank:
-        print(note, flush=True)
-    rehearse_saving(model, tokenizer)
+    agree_on_tokens(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )
@@ -122,7 +125,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
         compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
-    require_patterns(config, trainer.model)
+    require_known_names(config, trainer.model)
     if trains_in_fp32(config):
         keep_in_fp32(trainer.model)
     return fp8_layers

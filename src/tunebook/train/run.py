@@ -21,7 +21,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import schedule_of, solve_batch
 from tunebook.data.prepared import PREPARED_FILE, load_prepared
 from tunebook.errors import DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
-from tunebook.facts.compiling import compilation_notice
+from tunebook.facts.compiling import compiles_kernels
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.record.manifest import MODEL_FILES, add_to_manifest
@@ -118,8 +118,8 @@ def _add_callbacks(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> P
 
 def _record_facts(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> None:
     """Record what only a rank knows: NCCL, and the base weights (the hub's commit, or a folder's fingerprint)."""
-    if (notice := compilation_notice(config)) is not None:
-        print(notice, flush=True)
+    if compiles_kernels(config):
+        print("the first steps compile kernels, which takes up to minutes; later runs reuse them", flush=True)
     model: Any = trainer.model
     weights = {"weights_fingerprint": trainer.saver.identity.model["weights_fingerprint"]}
     if (commit := getattr(model.config, "_commit_hash", None)) is not None:

@@ -20,7 +20,7 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, DifferenceError, RequestError
 from tunebook.evaluate.target import find_target
 from tunebook.files import sha256_file
-from tunebook.model.weights_fingerprint import weights_fingerprint
+from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.model_origin import ORIGIN_FILE, check_bound
 
 # peft asks transformers by a name that has a newer one

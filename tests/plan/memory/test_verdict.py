@@ -268,9 +268,7 @@ def test_the_disk_holds_what_is_offloaded_to_it() -> None:
 
 def test_whose_memory_is_meant() -> None:
     """This machine's where the ranks start here; else only what the configuration has."""
-    gpu = Gpu(
-        name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0), generation=generation_of((9, 0)).generation
-    )
+    gpu = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0), generation=generation_of((9, 0)))
     machine = Machine(gpus=[gpu], driver="580.65.06", num_cpus=8, host_memory_gib=200.0)
     config: RunConfig = compose("qwen05b_single", [*SETTLED]).config
 

@@ -8,8 +8,8 @@ from tunebook.config.book import TRAINING_TEMPLATE
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.errors import RequestError
 from tunebook.model.base_config import model_folder_problem, non_causal_reason
-from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.positions import positions_of, yarn_refusal
+from tunebook.model.tokenizer_files import read_chat_template
 from tunebook.plan.rules.frame import Finding, rule
 
 
@@ -33,10 +33,9 @@ def model_folder(config: RunConfig) -> Iterator[str]:
 
 @rule("model-not-causal", fix="a causal language model, or of one with images a checkpoint of its text part alone")
 def model_not_causal(config: RunConfig) -> Iterator[Finding]:
-    """Refuse a config.json that names another head, or an encoder.
+    """Refuse a config.json that names another head, which has another loss.
 
-    Another head has another loss, and an encoder sees the token that it should predict. What transformers has no
-    causal language model for is found earlier.
+    What transformers has no causal language model for is found earlier.
     """
     if reason := non_causal_reason(config.model):
         yield Finding(reason, "model.path" if config.model.path else "model.name")

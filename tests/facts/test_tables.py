@@ -1,12 +1,15 @@
-"""Facts of strategies are those of their settings."""
+"""The tables of strategies, optimizers and attention kernels are complete and agree with their libraries."""
 
 from __future__ import annotations
 
 import pytest
+from transformers.training_args import OptimizerNames
 
-from tunebook.config.choices import Strategy
+from tunebook.config.choices import Attention, OptimizerName, Strategy
 from tunebook.config.schema import CHOICE_SCHEMAS, FsdpConfig, ZeroConfig
-from tunebook.facts.strategies import FASTEST_ON_ONE_NODE, FASTEST_ON_SEVERAL_NODES, STRATEGIES, Engine
+from tunebook.facts.attention import ATTENTIONS, COMPILED, MASKED, WITHOUT_KERNEL
+from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.strategies import STRATEGIES, Engine
 
 
 def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
@@ -36,12 +39,16 @@ def test_what_is_divided(strategy: Strategy, optimizer: bool, gradients: bool, w
     assert facts.is_copied == (not optimizer)
 
 
-def test_the_stage_of_zero_is_what_it_divides() -> None:
-    stages = {strategy: facts.zero_stage for strategy, facts in STRATEGIES.items() if facts.zero_stage is not None}
-    assert stages == {Strategy.zero1: 1, Strategy.zero2: 2, Strategy.zero3: 3}
+def test_transformers_knows_every_optimizer() -> None:
+    assert set(OPTIMIZERS) == set(OptimizerName)
+    assert {facts.optim for facts in OPTIMIZERS.values()} <= {name.value for name in OptimizerNames}
 
 
-def test_what_auto_tries_compiles_and_says_why() -> None:
-    for strategy in (*FASTEST_ON_ONE_NODE, *FASTEST_ON_SEVERAL_NODES):
-        assert STRATEGIES[strategy].may_compile and STRATEGIES[strategy].auto_reason
-    assert not STRATEGIES[Strategy.zero3].may_compile
+def test_a_kernel_that_needs_a_package_needs_a_gpu_and_one_with_a_mask_runs_everywhere() -> None:
+    assert set(ATTENTIONS) == set(Attention)
+    for facts in ATTENTIONS.values():
+        assert facts.package is None or facts.oldest is not None
+        assert not facts.is_flash or (facts.oldest is not None and not facts.has_mask)
+        assert not facts.needs_lengths or not facts.has_mask
+    assert ATTENTIONS[MASKED].oldest is None and ATTENTIONS[WITHOUT_KERNEL].oldest is None
+    assert ATTENTIONS[COMPILED].compiles_with_blocks
