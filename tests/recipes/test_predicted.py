@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tunebook.data.batch import solve_batch
-from tunebook.evidence.files import read_evidence
+from tunebook.evidence.schema import read_evidence
 from tunebook.plan.memory.verdict import plan_memory
 from tunebook.plan.show import about
 from tunebook.plan.speed import TimePlan, plan_time

@@ -50,7 +50,6 @@ def test_a_model_with_a_config_json_is_built_on_the_meta_device(model, built, tm
     [
         {"quantization_config": BY_GPTQ},
         {"architectures": ["LlamaForSequenceClassification"]},
-        {"architectures": None, "model_type": "roberta"},
     ],
     ids=str,
 )

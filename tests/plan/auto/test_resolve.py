@@ -69,11 +69,11 @@ NOT_COMPILED, COMPILED = {"model.compile_layers": False}, {"model.compile_layers
 PADDED = {"packing.mode": PackingMode.padded}
 LEAKING = {
     "model.facts.architecture": "BloomForCausalLM",
-    "model.facts.measured": traced(**LAYERS),
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": False, "lengths": False}),
 }
 GATED = {
     "model.facts.architecture": "Qwen3_5ForCausalLM",
-    "model.facts.measured": traced(**LAYERS, packing_packages=["fla-core"]),
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": True, "lengths": True}, packing_packages=["fla-core"]),
 }
 HOPPER, VOLTA = {"hardware.generation": Generation.hopper}, {"hardware.generation": Generation.volta}
 FOUR_VOLTA = {"hardware.generation": Generation.volta, "hardware.gpus_per_node": 4}
