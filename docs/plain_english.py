@@ -41,8 +41,16 @@ FILES = [
     ":!docs/plain_english.py",
 ]
 
+command = [
+    "git",
+    "ls-files",
+    "--cached",
+    "--others",
+    "--exclude-standard",
+    *FILES,
+]  # a new file counts before `git add`
 found = 0
-for name in subprocess.run(["git", "ls-files", *FILES], check=True, capture_output=True, text=True).stdout.split():
+for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split():
     for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), start=1):
         for word, instead in INSTEAD.items():
             if match := re.search(rf"(?<![\w-])({word})(?![\w-])", line, re.IGNORECASE):

@@ -19,19 +19,23 @@ def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
         assert STRATEGIES[Strategy[strategy]].engine is engine
 
 
-@pytest.mark.parametrize(
-    ("strategy", "optimizer", "gradients", "weights"),
-    [
-        (Strategy.single, False, False, False),
-        (Strategy.ddp, False, False, False),
-        (Strategy.zero1, True, False, False),
-        (Strategy.zero2, True, True, False),
-        (Strategy.zero3, True, True, True),
-        (Strategy.fsdp, True, True, True),
-        (Strategy.fsdp_grad_op, True, True, True),
-        (Strategy.hsdp, True, True, True),
-    ],
+DIVIDED = (
+    (Strategy.single, False, False, False),
+    (Strategy.ddp, False, False, False),
+    (Strategy.zero1, True, False, False),
+    (Strategy.zero2, True, True, False),
+    (Strategy.zero3, True, True, True),
+    (Strategy.fsdp, True, True, True),
+    (Strategy.fsdp_grad_op, True, True, True),
+    (Strategy.hsdp, True, True, True),
 )
+
+
+def test_each_strategy_has_a_row() -> None:
+    assert {strategy for strategy, *_ in DIVIDED} == set(Strategy) - {Strategy.auto}
+
+
+@pytest.mark.parametrize(("strategy", "optimizer", "gradients", "weights"), DIVIDED)
 def test_what_is_divided(strategy: Strategy, optimizer: bool, gradients: bool, weights: bool) -> None:
     """Source: the ZeRO paper (Rajbhandari et al. 2020), figure 1; torch 2.13, `fully_shard`."""
     facts = STRATEGIES[strategy]

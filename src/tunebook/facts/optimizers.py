@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from tunebook.config.choices import OptimizerName
 
-_ADAM_SETTINGS = frozenset({"beta1", "beta2", "epsilon"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
@@ -17,7 +15,7 @@ class OptimizerFacts:
     factory: str | None = None  # module:function called with (model, config); None: transformers builds `optim`
     state_bytes: float | None  # per trained parameter, all moments together; None: moments in the weights' format
     matrix_moments: int = 2  # with None: moments of each weight matrix of a layer; all other parameters have two
-    settings: frozenset[str] = _ADAM_SETTINGS  # the keys of `optimizer` it uses in addition to rate and weight decay
+    is_adam: bool = True  # reads beta1, beta2 and epsilon
     package: str | None = None  # required in addition to torch
     is_paged: bool = False  # the driver moves its state between GPU and host on demand
     keeps_embeddings_in_fp32: bool = False  # transformers asks bitsandbytes for fp32 moments of embeddings
@@ -52,7 +50,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
     OptimizerName.adafactor: OptimizerFacts(
         optim="adafactor",
         state_bytes=0,
-        settings=frozenset(),
+        is_adam=False,
         takes_dtensors=False,
         takes_flat_pieces=False,
         can_be_offloaded=False,

@@ -102,7 +102,10 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
 
 
 def _add_callbacks(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:
-    """Add the callbacks in the order that they need each other; returns the checkpoint to resume from."""
+    """Add the callbacks in the order that they need each other; returns the checkpoint to resume from.
+
+    A new callback goes here. `build_trainer` adds only those that check the wrapped model.
+    """
     patience = config.training.early_stopping_patience
     model: Any = trainer.model
     trainer.records = records_of(

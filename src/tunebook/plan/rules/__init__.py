@@ -1,7 +1,15 @@
 """The table of all cross-field rules. `check` reports all broken ones at once, before anything is downloaded.
 
 A rule looks at the resolved configuration only (see `plan.auto.resolve`); `train.requirements` holds the requirements
-on this machine. To add a rule: write it in the module of its topic, and its case in `tests/plan/rules/rule_cases.py`.
+on this machine. To add a rule: write it in the module of its key, and its case in `tests/plan/rules/rule_cases.py`.
+
+    settings     ranges of all keys, and keys that the run does not read
+    model, data, adapters (peft), optimizer (and schedule), parallelism, precision: the group of that name
+    batch        training: batch, lengths and steps
+    kernels      attention, packing, activation, compiled blocks
+    running      the rest of training: validation, saving, resuming; evaluation; launcher
+
+A new module also goes into `_MODULES`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,6 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
     has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
     has_warm_up = config.schedule.name is not ScheduleName.constant
     has_container = getattr(launcher, "container_image", None) is not None
-    is_adam = bool(OPTIMIZERS[config.optimizer.name].settings)
     groups = (  # whether this run reads them, what else would, and the keys
         (config.model.path is None, "model.name", "model", ("revision",)),
         (data.source is Source.files, "dataset.source=files", "dataset", ("path",)),
@@ -85,7 +84,7 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
         (has_turns, "a data set of conversations", "dataset", ("system_prompt",)),
         (config.precision.compute is Compute.fp8, "precision.compute=fp8", "precision", ("fp8_scaling",)),
         (config.peft.method is not PeftMethod.full, "peft=lora", "peft", _OF_ADAPTERS),
-        (is_adam, "optimizer.name=adamw", "optimizer", _OF_ADAM),
+        (OPTIMIZERS[config.optimizer.name].is_adam, "optimizer.name=adamw", "optimizer", _OF_ADAM),
         (has_warm_up, "schedule.name=constant_with_warmup", "schedule", ("warmup_steps", "warmup_share")),
         (not strategy.keeps_whole_weights, "parallelism=zero3", "parallelism", _OF_ZERO3),
         (uses_nvme(config), "parallelism=zero3_nvme", "parallelism", ("nvme_path",)),
