@@ -41,12 +41,9 @@ def test_without_a_recipe_the_machine_alone_is_checked(levels):
     assert set(levels(None, "outputs=elsewhere", "hardware.num_nodes=2")) == set(found)
 
 
-def test_a_recipe_that_fits_this_machine(levels):
-    assert levels("quickstart")["recipe"] == "ok"
-
-
-def test_a_recipe_for_gpus_that_are_not_here(levels):
+def test_a_recipe_for_this_machine_and_one_for_gpus_that_are_not_here(levels):
     gpus = ("hardware=hopper", "parallelism=ddp", "hardware.gpus_per_node=2")
+    assert levels("quickstart")["recipe"] == "ok"
     found = levels("quickstart", *gpus, "attention=sdpa", "packing=padded", "model.compile_layers=false")
     assert (found["no-gpu-here"], found["recipe"]) == ("error", "ok")
 
@@ -65,8 +62,8 @@ def test_what_is_wrong_with_a_request_is_a_finding(words, id, levels):
     assert found[id] == "error" and "recipe" not in found
 
 
-@pytest.mark.parametrize(("torch_works", "asked"), [(True, [2]), (False, [])])
-def test_nccl_is_tried_where_torch_works_on_several_gpus(torch_works, asked, levels, monkeypatch):
+@pytest.mark.parametrize("torch_works", [True, False])
+def test_nccl_is_tried_where_torch_works_on_several_gpus(torch_works, levels, monkeypatch):
     ranks: list[int] = []
     torch = Finding(id="torch-works", what="torch", fix=None if torch_works else "fix", is_error=not torch_works)
     machine = Machine(gpus=[None] * 2, driver="580", num_cpus=2, host_memory_gib=8.0)  # type: ignore[list-item]
@@ -76,4 +73,4 @@ def test_nccl_is_tried_where_torch_works_on_several_gpus(torch_works, asked, lev
     monkeypatch.setattr(command, "check_links", lambda machine: Finding(id="links", what="NVLink"))
     monkeypatch.setattr(command, "check_nccl", lambda num: (ranks.append(num), Finding(id="nccl", what="right"))[1])
     levels()
-    assert ranks == asked
+    assert ranks == ([2] if torch_works else [])
