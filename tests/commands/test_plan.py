@@ -112,7 +112,15 @@ def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: 
     assert chosen == typed
 
 
-def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
+def test_problems_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
+    for recipe, override, problem_id in (
+        ("qwen3b_zero", "training.seed=0", "unknown-recipe"),
+        ("quickstart", "training.sead=0", "unknown-key"),
+        ("qwen3b_zero2", "training.global_samples=4", "batch-too-small"),
+    ):
+        code, plan = as_json(recipe, override)
+        assert (code, plan["recipe"]) == (2, recipe)
+        assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == [problem_id]
     code, plan = as_json("qwen3b_zero2", "precision=bf16", "training.resume=nvr")
     assert code == 2
     assert {"bf16-on-volta", "resume-not-found"} <= {problem["id"] for problem in plan["problems"]}
@@ -121,21 +129,6 @@ def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
     assert bf16["place"] == "override 'precision=bf16'"
     assert plan["precision"] == "bf16"  # as asked
     assert (plan["batch"], plan["memory_gib"], plan["fits"], plan["time"]) == (None, None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "word", "id"),
-    [
-        ("qwen3b_zero", "training.seed=0", "unknown-recipe"),
-        ("quickstart", "training.sead=0", "unknown-key"),
-        ("qwen3b_zero2", "training.global_samples=4", "batch-too-small"),
-    ],
-)
-def test_what_does_not_compose_or_divide_is_in_the_json_too(as_json: Any, recipe: str, word: str, id: str) -> None:
-    code, plan = as_json(recipe, word)
-    assert code == 2
-    assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == [id]
-    assert plan["recipe"] == recipe
 
 
 def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.CaptureFixture[str]) -> None:

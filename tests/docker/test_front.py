@@ -38,7 +38,7 @@ def test_without_a_gpu_or_docker_it_is_the_venv(machine):
     assert "in .venv with the packages of docker/hopper: no GPU here" in done.stderr
     assert machine.calls("") == []
     machine.gpus()
-    machine.remove("docker")
+    (machine.folder / "bin" / "docker").unlink()
     assert "in .venv with the packages of docker/hopper: 2 x NVIDIA H200" in machine.front(*TRAIN).stderr
 
 
@@ -67,9 +67,14 @@ def test_a_choice_is_followed_and_named(machine):
         assert done.stderr.startswith(f"tunebook: in {place}")
 
 
-def test_commands_that_need_no_gpu_run_in_a_venv_that_is_set_up(machine):
-    machine.gpus()
+def test_commands_that_need_no_gpu_run_in_a_venv_that_is_set_up_or_in_any_image(machine, refused):
     machine.image("tunebook:hopper")
+    assert machine.front("run", "plan", "quickstart", GPU="hopper").returncode == 0
+    (run,) = machine.calls("compose -f")
+    assert run.startswith("compose -f compose.yaml -f docker/cpu/compose.yaml run --rm")
+    refused(machine.front(*TRAIN, GPU="hopper"))
+    assert machine.front("image", GPU="hopper").returncode == 0
+    machine.gpus()
     assert "image tunebook:hopper: 2 x NVIDIA H200" in machine.front("run", "list").stderr
     machine.venv("volta")
     for command in ("list", "export"):
@@ -115,7 +120,7 @@ def test_an_unknown_gpu_counts_as_the_newest_known_that_is_older(machine, capabi
     assert machine.setting("TUNEBOOK_GENERATION") == GENERATIONS[generation_of(capability)].image.name
 
 
-def test_visible_devices_select_gpus(machine, refused):
+def test_visible_devices_select_gpus_and_a_named_image_must_be_for_them(machine, refused):
     machine.gpus(V100_AND_A100)
     refused(machine.front("env"))
     by_id = "GPU-88bb0000-0000-1111-2222-333344445555"
@@ -123,6 +128,10 @@ def test_visible_devices_select_gpus(machine, refused):
         assert machine.front("env", CUDA_VISIBLE_DEVICES=visible).returncode == 0
         assert machine.setting("TUNEBOOK_GENERATION") == generation
     refused(machine.front("env", CUDA_VISIBLE_DEVICES="7"))
+    machine.gpus(A100)
+    refused(machine.front(*TRAIN, GPU="hopper"))
+    machine.image("tunebook:volta")  # which an older driver needs
+    assert machine.front(*TRAIN, GPU="volta").returncode == 0
 
 
 def test_an_image_is_built_once_and_again_after_an_edit(machine):
@@ -137,7 +146,7 @@ def test_an_image_is_built_once_and_again_after_an_edit(machine):
 
 
 def test_a_digest_is_used_while_it_is_of_this_checkout(machine):
-    machine.digest(DIGEST)
+    (machine.checkout / "docker" / "cpu" / "image.digest").write_text(f"{DIGEST}\n")
     machine.image(DIGEST, "cpu")
     done = machine.front(*TRAIN, GPU="cpu")
     assert f"in a container, image {DIGEST}: GPU=cpu" in done.stderr
@@ -148,13 +157,6 @@ def test_a_digest_is_used_while_it_is_of_this_checkout(machine):
     machine.front(*TRAIN, GPU="cpu")
     assert machine.setting("TUNEBOOK_IMAGE") == "tunebook:cpu"
     assert len(machine.calls("compose build")) == 1
-
-
-def test_a_named_image_must_be_for_the_gpus_here(machine, refused):
-    machine.gpus(A100)
-    refused(machine.front(*TRAIN, GPU="hopper"))
-    machine.image("tunebook:volta")  # which an older driver needs
-    assert machine.front(*TRAIN, GPU="volta").returncode == 0
 
 
 def test_attention_none_is_an_image_of_its_own_and_kept_until_it_is_forgotten(machine, refused):
@@ -184,15 +186,6 @@ def test_arguments_and_exit_codes_arrive_as_they_are(machine):
     ]  # fmt: skip
     machine.act("docker-compose-run", "exit 137")
     assert machine.front(*TRAIN, GPU="cpu").returncode == 137
-
-
-def test_a_command_without_need_of_a_gpu_runs_in_any_image_without_one(machine, refused):
-    machine.image("tunebook:hopper")
-    assert machine.front("run", "plan", "quickstart", GPU="hopper").returncode == 0
-    (run,) = machine.calls("compose -f")
-    assert run.startswith("compose -f compose.yaml -f docker/cpu/compose.yaml run --rm")
-    refused(machine.front(*TRAIN, GPU="hopper"))
-    assert machine.front("image", GPU="hopper").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tunebook.record.contamination import (
     is_warning,
     needs_check,
     refuse_contaminated,
-    score_lines,
 )
 from tunebook.record.report import render_run
 from tunebook.record.run_record import read_run
@@ -35,18 +34,6 @@ def group(exact: int = 0, overlapping: int = 0, passages: int = 0, total: int = 
 )
 def test_the_warning_begins_at_one_in_a_hundred(counts: dict[str, Any], expected: bool) -> None:
     assert is_warning(counts) is expected
-
-
-def test_scores_of_an_evaluation_in_words() -> None:
-    scores = {
-        "clean": {"value": 0.712, "stderr": 0.009, "num_items": 2023},
-        "exact": {"value": 1.0, "stderr": None, "num_items": 1},
-    }
-    tasks = {"boolq": {"scores": scores}, "other": {"scores": {}}}
-    assert score_lines({"contamination": {"tasks": tasks}}) == [
-        "boolq: 71.2 % ± 0.9 on 2,023 items (clean), 100.0 % on 1 item (whole question found)"
-    ]
-    assert score_lines({"contamination": None}) == score_lines({}) == score_lines(None) == []
 
 
 def test_what_needs_no_check(run_config: RunConfig) -> None:

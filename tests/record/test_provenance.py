@@ -16,7 +16,6 @@ from tunebook.record.provenance import (
     describe_code,
     describe_command,
     describe_environment,
-    shorten_paths,
 )
 
 
@@ -156,17 +155,7 @@ def test_a_lock_is_claimed_only_without_differences(
     assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
 
 
-def test_commands_are_recorded_without_the_home_and_book_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    arguments = ["dataset.path=/home/someone/data.jsonl", f"model.path={book_root()}/recipes/x", "a=/home/someones/b"]
-    assert describe_command(["/home/someone/.venv/bin/tunebook", *arguments]) == [
-        "tunebook", "dataset.path=~/data.jsonl", "model.path=book:recipes/x", "a=/home/someones/b",
-    ]  # fmt: skip
-    assert describe_command(["/x/tunebook/__main__.py", "plan"]) == ["tunebook", "plan"]
-    assert shorten_paths("/home/someone") == "~"
-
-
-def test_only_variables_of_libraries_are_recorded_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_and_commands_are_recorded_without_secrets_and_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = describe_environment("cpu")["variables"]
     variables = {
         "HOME": "/home/someone", "NCCL_CONF_FILE": "/home/someone/nccl.conf", "NVIDIA_TF32_OVERRIDE": "0",
@@ -183,3 +172,8 @@ def test_only_variables_of_libraries_are_recorded_and_no_secret(monkeypatch: pyt
     }  # fmt: skip
     words = ["tunebook", "train", "--recipes-dir", "/x/0123456789abcdef0123", "seed=1"]
     assert describe_command(words) == ["tunebook", "train", "--recipes-dir", "/x/***", "seed=1"]
+    arguments = ["dataset.path=/home/someone/data.jsonl", f"model.path={book_root()}/recipes/x", "a=/home/someones/b"]
+    assert describe_command(["/home/someone/.venv/bin/tunebook", *arguments]) == [
+        "tunebook", "dataset.path=~/data.jsonl", "model.path=book:recipes/x", "a=/home/someones/b",
+    ]  # fmt: skip
+    assert describe_command(["/x/tunebook/__main__.py", "plan"]) == ["tunebook", "plan"]

@@ -80,13 +80,6 @@ def test_an_interrupted_search_proposes_what_it_would_have_proposed(tmp_path: Pa
     assert not any(one[1] == two[1] for one, two in zip(other, through, strict=False))
 
 
-def test_trials_side_by_side_get_different_values(tmp_path: Path) -> None:
-    study = study_in(tmp_path, SEARCHED, num_trials=20)
-    run(study, up_to=12)
-    together = [study.next_trial() for _ in range(3)]
-    assert len({trial.params["optimizer.learning_rate"] for trial in together if trial is not None}) == 3
-
-
 @pytest.mark.parametrize(
     ("exit_code", "loss", "state"),
     [(0, 0.5, "COMPLETE"), (7, 0.1, "FAIL"), (0, None, "FAIL"), (2, None, "WAITING"), (6, 0.1, "WAITING")],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tunebook.record.page.numbers import MINUS
-from tunebook.record.page.overview import build_prediction, flatten, memory_bars, start_bars, summarize
+from tunebook.record.page.overview import build_prediction, memory_bars, start_bars, summarize
 from tunebook.record.run_record import RunRecord
 
 START_UP = {
@@ -85,14 +85,6 @@ def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
         "middle",
         "highest rank",
     ]
-
-
-def test_flattening_shows_every_value() -> None:
-    nested = {"a": {"b": 1, "c": [1, 2]}, "gpus": [{"name": "x"}, {"name": "y"}], "none": None, "empty": {}, "no": []}
-    assert flatten(nested) == [
-        ("a.b", "1"), ("a.c", "1 2"), ("gpus[0].name", "x"), ("gpus[1].name", "y"), ("none", "\N{EN DASH}"),
-        ("empty", "\N{EN DASH}"), ("no", "\N{EN DASH}"),
-    ]  # fmt: skip
 
 
 def test_phases_stand_one_after_the_other() -> None:

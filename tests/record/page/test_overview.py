@@ -10,7 +10,7 @@ import pytest
 
 from tunebook.record.page.numbers import format_value
 from tunebook.record.page.overview import speed_unit, state_of, summarize
-from tunebook.record.report import render_comparison, render_run
+from tunebook.record.report import render_run
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -65,17 +65,6 @@ def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
     value = format_value(losses[worst])
     assert f"validation loss {value} of model/, which is checkpoint-{worst}" in head(record)
     assert f"model/ is checkpoint-{worst}, the best by validation loss" in head(record)
-
-
-def test_run_without_recipe_is_not_named_by_its_folder(make_run) -> None:
-    record = read_run(make_run())
-    assert record.manifest is not None and record.config is not None
-    record.manifest["recipe"], record.config["title"] = None, ""
-    record.manifest["model"]["name"] = "~/models/mine"
-    assert "mine on train.jsonl finished" in head(record)
-    assert "Recipe none (own model and data)" in head(record)
-    page = render_comparison([record, read_run(make_run("2026-11-21T07-18-06Z"))])
-    assert "<h1>2 runs of example, none (own model and data)</h1>" in page
 
 
 def test_cpu_run_has_ranks_even_if_the_machine_has_gpus(make_run) -> None:
