@@ -33,20 +33,20 @@ def test_equal_runs_differ_in_nothing(make_run: MakeRun, capsys: pytest.CaptureF
         size = {"training_args.bin": {"size": 6000 + int(seconds), "sha256": f"{seconds}" * 8}}
         start_up = {"launched": f"{seconds}", "launcher": {"plan": seconds}, "rank": {}, "first_step_s": seconds}
         edit_json(run / "manifest.json", start_up=start_up, model_files=size)
-    found = diff_json(capsys, *runs)
-    assert (found["config"], found["manifest"]) == ([], [])
-    assert {row["difference"] for row in found["results"]} == {0.0}
+    printed = diff_json(capsys, *runs)
+    assert (printed["config"], printed["manifest"]) == ([], [])
+    assert {row["difference"] for row in printed["results"]} == {0.0}
     assert "no difference in configuration and manifest" in run_diff(*runs)
 
 
 def test_each_section_names_what_differs(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_run("training.seed=7", gpus=1, losses=curve(1.1), speed=500.0, validation={60: 2.0})
-    found = diff_json(capsys, make_run(validation={60: 1.0}), other)
-    assert {"key": "training.seed", "values": [0, 7]} in found["config"]
-    assert {"key": "hardware.driver", "values": ["not set", "580.1"]} not in found["manifest"]
-    assert {"key": "hardware.driver", "values": [None, "580.1"]} in found["manifest"]
-    assert not any(difference["key"].startswith("status") for difference in found["manifest"])
-    rows = {row["name"]: row for row in found["results"]}
+    printed = diff_json(capsys, make_run(validation={60: 1.0}), other)
+    assert {"key": "training.seed", "values": [0, 7]} in printed["config"]
+    assert {"key": "hardware.driver", "values": ["not set", "580.1"]} not in printed["manifest"]
+    assert {"key": "hardware.driver", "values": [None, "580.1"]} in printed["manifest"]
+    assert not any(difference["key"].startswith("status") for difference in printed["manifest"])
+    rows = {row["name"]: row for row in printed["results"]}
     assert rows["loss"]["why"].startswith("differs from step 51;")
     assert (rows["tokens/s/GPU"]["expected"], rows["tokens/s/GPU"]["found"]) == (1000.0, 500.0)
     assert rows["validation loss"]["difference"] == 1.0

@@ -57,10 +57,10 @@ def test_evidence_is_trained_by_its_overrides_and_compared_with_it(
     make_run: MakeRun, record: Record, jobs: list[RunConfig], tmp_path: Path
 ) -> None:
     file = record(*(make_run("training.max_steps=60") for _ in range(2)))
-    said = reproduce(file, tmp_path / "new")
-    assert "to be compared with cpu-1-try.json" in said
+    printed = reproduce(file, tmp_path / "new")
+    assert "to be compared with cpu-1-try.json" in printed
     assert jobs[0].training.max_steps == 60
-    verify = shlex.split(said[-1].partition(": ")[2])
+    verify = shlex.split(printed[-1].partition(": ")[2])
     assert verify == ["tunebook", "verify", "--against", str(file), str(folder_in(tmp_path / "new"))]
 
 
@@ -93,7 +93,7 @@ def test_a_job_that_is_not_waited_for_is_not_compared(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "difference"),
     [
         ({"replaced": {"weight_decay: 0.1": "weight_decay: 0.3"}}, "weight_decay is 0.1, recorded with 0.3"),
         ({"manifest": {"dataset": {"content_sha256": "9" * 64}}}, "data_sha256 is 3333"),
@@ -101,10 +101,10 @@ def test_a_job_that_is_not_waited_for_is_not_compared(
     ids=["settings", "data"],
 )
 def test_a_run_that_would_be_another_one_here_is_refused(
-    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, changes: dict[str, Any], said: str
+    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, changes: dict[str, Any], difference: str
 ) -> None:
     original = make_run(**changes)
-    with pytest.raises(RequestError, match=said) as error:
+    with pytest.raises(RequestError, match=difference) as error:
         reproduce_command(str(original), tmp_path / "new", [], Console(file=StringIO()))
     assert (error.value.problem_id, jobs) == ("evidence-of-other-config", [])
     assert not (tmp_path / "new").exists()

@@ -80,11 +80,11 @@ def test_a_named_file_is_taken(evidence: Path, make_run: MakeRun, project_root: 
 
 def test_a_typed_target_replaces_the_recorded_one(make_run: MakeRun, record: Record) -> None:
     record(make_run(), make_run(), target="words:exact_match>=0.9")
-    code, said = run_command(make_run(), target="words:exact_match>=0.85@60")
-    assert (code, "target: words:exact_match >= 0.85 within 60 steps" in said) == (0, True)
-    assert "recorded: reached" not in said  # the recorded runs had another target
-    code, said = run_command(make_run(), target="loss<=0.01")
-    assert (code, "MISSED" in said) == (5, True)
+    code, text = run_command(make_run(), target="words:exact_match>=0.85@60")
+    assert (code, "target: words:exact_match >= 0.85 within 60 steps" in text) == (0, True)
+    assert "recorded: reached" not in text  # the recorded runs had another target
+    code, text = run_command(make_run(), target="loss<=0.01")
+    assert (code, "MISSED" in text) == (5, True)
 
 
 # --- recorded

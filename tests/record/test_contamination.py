@@ -37,15 +37,15 @@ def test_the_warning_begins_at_one_in_a_hundred(counts: dict[str, Any], expected
 
 
 def test_what_needs_no_check(run_config: RunConfig) -> None:
-    asked = replace(run_config, evaluation=EvaluationConfig(tasks=["boolq"]))
-    assert needs_check(asked)
-    assert not needs_check(replace(asked, evaluation=EvaluationConfig(tasks=[])))
-    assert not needs_check(replace(asked, evaluation=EvaluationConfig(tasks=["boolq"], after=False)))
+    evaluated = replace(run_config, evaluation=EvaluationConfig(tasks=["boolq"]))
+    assert needs_check(evaluated)
+    assert not needs_check(replace(evaluated, evaluation=EvaluationConfig(tasks=[])))
+    assert not needs_check(replace(evaluated, evaluation=EvaluationConfig(tasks=["boolq"], after=False)))
     off = EvaluationConfig(tasks=["boolq"], contamination=Contamination.disabled)
-    assert not needs_check(replace(asked, evaluation=off))
-    assert not needs_check(replace(asked, dataset=DatasetConfig(source=Source.synthetic)))
+    assert not needs_check(replace(evaluated, evaluation=off))
+    assert not needs_check(replace(evaluated, dataset=DatasetConfig(source=Source.synthetic)))
     held = DatasetConfig(path="x.jsonl", validation_share=0.1)
-    assert needs_check(replace(asked, dataset=held, evaluation=EvaluationConfig(tasks=[])))
+    assert needs_check(replace(evaluated, dataset=held, evaluation=EvaluationConfig(tasks=[])))
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def test_the_end_takes_from_the_ranks_what_the_model_is_and_why_it_stopped_early
     tmp_path: Path, run_config: RunConfig
 ) -> None:
     start(tmp_path, run_config)
-    told = "stopped early after step 6: no better validation loss in 1 evaluation; model/ is checkpoint-3 (10.1723)"
-    write_outcome(tmp_path, rank=0, exit_code=0, reason=told, step=6, best_step=3)
+    reason = "stopped early after step 6: no better validation loss in 1 evaluation; model/ is checkpoint-3 (10.1723)"
+    write_outcome(tmp_path, rank=0, exit_code=0, reason=reason, step=6, best_step=3)
     status = finish_manifest(tmp_path, RunState.finished, 0, step=6)["status"]
-    assert (status["reason"], status["step"], status["best_step"]) == (told, 6, 3)
+    assert (status["reason"], status["step"], status["best_step"]) == (reason, 6, 3)
     stopped = finish_manifest(tmp_path, RunState.stopped, 6, "stopped before the evaluation", step=6)["status"]
     assert (stopped["reason"], stopped["best_step"]) == ("stopped before the evaluation", 3)
     write_outcome(tmp_path, rank=0, exit_code=0, reason="finished", step=54)

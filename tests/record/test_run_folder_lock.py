@@ -47,10 +47,10 @@ def test_of_runs_that_start_in_one_folder_at_once_one_is_let_in(tmp_path, starti
     for process in starting:
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.stdout.readline().strip() for process in starting]
-    assert sorted(said) == ["at work", "run-is-running"]
-    starting[said.index("at work")].kill()  # leaves its lock file behind, which holds nobody up
-    starting[said.index("at work")].wait()
+    lines = [process.stdout.readline().strip() for process in starting]
+    assert sorted(lines) == ["at work", "run-is-running"]
+    starting[lines.index("at work")].kill()  # leaves its lock file behind, which holds nobody up
+    starting[lines.index("at work")].wait()
     assert (tmp_path / LOCK_FILE).exists()
     assert not is_worked_in(tmp_path)
     with working_in(tmp_path):

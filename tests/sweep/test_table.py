@@ -74,11 +74,11 @@ def result(exit_code: int = 0, loss: float | None = None, **values: Any) -> Tria
 
 
 def test_a_finished_trial_is_read_from_its_folder(result_of: MakeResult, tmp_path: Path) -> None:
-    found = result_of(losses=(4.0, 3.0, 2.0, 1.0), speeds=(10.0, 400.0, 300.0, 200.0), validation=((2, 9.0), (4, 2.5)))
-    assert (found.final_loss, found.validation_loss, found.evaluation_score) == (1.0, 2.5, None)
-    assert found.tokens_per_second_per_gpu == 300.0  # of the last three; 250 with the first, which is warming up
-    assert found.tokens_per_second_per_gpu == summarize(read_run(tmp_path / "trial-000")).tokens_per_second_per_gpu
-    assert (found.exit_code, found.how_it_ended, found.seconds) == (0, "finished", 1.5)
+    trial = result_of(losses=(4.0, 3.0, 2.0, 1.0), speeds=(10.0, 400.0, 300.0, 200.0), validation=((2, 9.0), (4, 2.5)))
+    assert (trial.final_loss, trial.validation_loss, trial.evaluation_score) == (1.0, 2.5, None)
+    assert trial.tokens_per_second_per_gpu == 300.0  # of the last three; 250 with the first, which is warming up
+    assert trial.tokens_per_second_per_gpu == summarize(read_run(tmp_path / "trial-000")).tokens_per_second_per_gpu
+    assert (trial.exit_code, trial.how_it_ended, trial.seconds) == (0, "finished", 1.5)
 
 
 def test_of_a_trial_that_stopped_early_the_kept_model_counts(result_of: MakeResult) -> None:
@@ -90,22 +90,22 @@ def test_of_a_trial_that_stopped_early_the_kept_model_counts(result_of: MakeResu
 
 def test_a_failed_trial_shows_the_first_line_of_its_error_and_where_the_rest_is(result_of: MakeResult) -> None:
     reason = "no memory " + 100 * "for this " + "\na second line"
-    found = result_of(exit_code=3, losses=(3.0, None), state="failed", reason=reason)
-    assert found.final_loss is None
-    assert found.how_it_ended.startswith("failed (exit code 3): no memory for this")
-    assert found.how_it_ended.endswith("... (more in trial-000.log)")
-    assert len(found.how_it_ended) < 200
+    trial = result_of(exit_code=3, losses=(3.0, None), state="failed", reason=reason)
+    assert trial.final_loss is None
+    assert trial.how_it_ended.startswith("failed (exit code 3): no memory for this")
+    assert trial.how_it_ended.endswith("... (more in trial-000.log)")
+    assert len(trial.how_it_ended) < 200
 
 
 def test_a_trial_without_a_record_of_its_end_shows_what_it_printed(result_of: MakeResult) -> None:
     printed = "loading\nerror: line 17 is broken\nmore: tunebook explain\n"
-    found = result_of(exit_code=4, printed=printed, state="running", is_recorded=False)
-    assert found.how_it_ended == "failed (exit code 4): error: line 17 is broken (more in trial-000.log)"
+    trial = result_of(exit_code=4, printed=printed, state="running", is_recorded=False)
+    assert trial.how_it_ended == "failed (exit code 4): error: line 17 is broken (more in trial-000.log)"
 
 
 def test_ranked_by_the_metric_and_those_without_it_are_last() -> None:
-    found = rows(result(7, 0.01), result(0, 0.5), None, result(0, None), result(0, 0.4), result(0, 0.5))
-    assert [(rank, row.number) for rank, row in ranked(found, "final_loss")] == [
+    trials = rows(result(7, 0.01), result(0, 0.5), None, result(0, None), result(0, 0.4), result(0, 0.5))
+    assert [(rank, row.number) for rank, row in ranked(trials, "final_loss")] == [
         *(("1", 4), ("2", 1), ("3", 5)),
         *(("", 0), ("", 2), ("", 3)),
     ]
@@ -123,9 +123,9 @@ def test_ranked_by_the_metric_and_those_without_it_are_last() -> None:
     ],
 )
 def test_a_lower_cost_is_better(metric: str, value: float | None, is_higher_better: bool, cost: float | None) -> None:
-    found = replace(result(), **{metric: value, "is_higher_better": is_higher_better})
-    assert cost_of(found, metric) == cost
-    assert cost_of(replace(found, exit_code=7), metric) is None
+    trial = replace(result(), **{metric: value, "is_higher_better": is_higher_better})
+    assert cost_of(trial, metric) == cost
+    assert cost_of(replace(trial, exit_code=7), metric) is None
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 7, 4), 7), ((0, None), 6), ((2, None), 2)])
