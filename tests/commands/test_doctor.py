@@ -36,9 +36,8 @@ def levels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_recipe_the_machine_alone_is_checked(levels):
-    found = levels()
-    assert {"gpus-found", "container", "torch-works", "shm-size", "disk-space"} == set(found)
-    assert set(levels(None, "outputs=elsewhere", "hardware.num_nodes=2")) == set(found)
+    ids = {"gpus-found", "container", "torch-works", "shm-size", "disk-space"}
+    assert set(levels()) == set(levels(None, "outputs=elsewhere", "hardware.num_nodes=2")) == ids
 
 
 def test_a_recipe_for_this_machine_and_one_for_gpus_that_are_not_here(levels):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.data.template import template_hash
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.manifest import start_manifest, system_prompt_hash
@@ -20,7 +20,6 @@ from tunebook.record.model_origin import (
     MISMATCHES,
     ORIGIN_FILE,
     Origin,
-    allowed_mismatches,
     check_base,
     check_bound,
     origin_of,
@@ -79,14 +78,6 @@ def test_padding_token_of_the_trainer_is_no_difference(trained: Origin, tokenize
     assert before is not None
     assert check_bound(recorded, tokenizer, None)["tokenizer_sha256"] == recorded.tokenizer_sha256
     assert tokenizer.pad_token == before
-
-
-def test_what_may_differ_is_named_with_commas() -> None:
-    assert allowed_mismatches("") == []
-    assert allowed_mismatches("template, system_prompt") == ["template", "system_prompt"]
-    with pytest.raises(RequestError, match=r"there is no 'templat'") as raised:
-        allowed_mismatches("tokenizer,templat")
-    assert raised.value.problem_id == "unknown-mismatch"
 
 
 def test_a_different_base_is_an_error_unless_it_is_allowed_or_was_not_recorded(tmp_path: Path) -> None:
