@@ -96,20 +96,16 @@ def checked(run: Path, **changes: Any) -> Path:
 
 
 def test_counts_scores_and_examples(make_run: MakeRun) -> None:
-    page = render_run(read_run(checked(make_run())))
+    run = make_run()
+    assert '<section id="contamination">' not in render_run(read_run(run))
+    page = render_run(read_run(checked(run)))
     for label, count in (("whole question", "0"), ("a part", "5 (10.0%)"), ("clean", "45 (90.0%)")):
         assert page.count(f'data-label="{label}">{count}</td>') == 2
     assert "example, item 4: part found in train.jsonl:17</p>" in page
     assert page.count("example: 50.0 % ± 7.0 on 45 items (clean), 80.0 % ± 20.0 on 5 items (part found)") == 2
     assert "is it &lt;b&gt;a mill&lt;/b&gt;" in page
     assert page.count(">contaminated</span>") == 2
-
-
-def test_a_run_that_was_not_checked_has_no_section_or_says_why(make_run: MakeRun) -> None:
-    run = make_run()
-    assert '<section id="contamination">' not in render_run(read_run(run))
-    page = render_run(read_run(checked(run, not_checked="train.jsonl is gone", groups={})))
-    assert "Not checked: train.jsonl is gone" in page
+    assert "train.jsonl is gone" in render_run(read_run(checked(run, not_checked="train.jsonl is gone", groups={})))
 
 
 def test_faults_are_on_the_page(make_run: MakeRun) -> None:

@@ -37,11 +37,11 @@ time.sleep(600)
 """
 
 
-def study_in(folder: Path, num_trials: int = 1, **values: object) -> Study:
+def study_in(folder: Path, words: list[str], **values: object) -> Study:
     sweep = Sweep(
         recipe="mine",
         recipes_dirs=["/recipes"],
-        words=[f"training.seed=range({num_trials})"] if num_trials > 1 else ["training.seed=choice(0)"],
+        words=words,
         config_sha256="0",
         num_trials=None,
         metric="final_loss",
@@ -53,10 +53,11 @@ def study_in(folder: Path, num_trials: int = 1, **values: object) -> Study:
 
 
 def run_program(
-    program: str, folder: Path, slots: Sequence[dict[str, str]] = ({},), **values: int
+    program: str, folder: Path, slots: Sequence[dict[str, str]] = ({},), *, num_trials: int, **values: int
 ) -> list[TrialResult | None]:
     """Run the program once per trial, with the sweep's folder and the trial's number as its arguments."""
-    study, stop = study_in(folder, **values), StopRequests()
+    seeds = ",".join(map(str, range(num_trials)))
+    study, stop = study_in(folder, [f"training.seed=choice({seeds})"], **values), StopRequests()
 
     def command_of(_study: Study, trial: optuna.Trial) -> list[str]:
         return [sys.executable, "-S", "-c", program, str(folder), str(trial.number)]
@@ -86,18 +87,7 @@ def interrupt_when(file: Path, *, times: int = 1) -> threading.Thread:
     [(False, ["launcher=slurm", "launcher.partition=a", "a=1"]), (True, ["a=1", "launcher=local"])],
 )
 def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, overrides: list[str]) -> None:
-    words = ["launcher=slurm", "launcher.partition=a", "a=1,2"]
-    sweep = Sweep(
-        recipe="mine",
-        recipes_dirs=["/recipes"],
-        words=words,
-        config_sha256="0",
-        num_trials=None,
-        metric="seconds",
-        is_array=is_array,
-    )
-    study = Study(tmp_path, sweep)
-    study.enqueue_grid()
+    study = study_in(tmp_path, ["launcher=slurm", "launcher.partition=a", "a=1,2"], is_array=is_array)
     trial = study.next_trial()
     assert trial is not None
     assert train_command(study, trial) == [
@@ -120,9 +110,8 @@ def test_a_machine_is_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trials_side_by_side_see_gpus_of_their_own(tmp_path: Path) -> None:
     program = "import os, sys; open(f'{sys.argv[1]}/{sys.argv[2]}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
     run_program(program, tmp_path, divide(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], 2), num_trials=4)
-    seen = [(tmp_path / str(number)).read_text() for number in range(4)]
-    assert set(seen) == {"GPU-a,GPU-b", "GPU-c,GPU-d"}
-    assert set(seen[:2]) == set(seen)
+    visible = [(tmp_path / str(number)).read_text() for number in range(4)]
+    assert set(visible) == set(visible[:2]) == {"GPU-a,GPU-b", "GPU-c,GPU-d"}
 
 
 def test_an_end_is_a_row(tmp_path: Path) -> None:
@@ -155,7 +144,7 @@ def test_ctrl_c_lets_the_trial_save_and_starts_no_other(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tunebook.launch.supervise._SAME_WITHIN_S", 0.2)
     watcher = interrupt_when(tmp_path / "running", times=2)
-    (result,) = run_program(IGNORES_REQUESTS, tmp_path)
+    (result,) = run_program(IGNORES_REQUESTS, tmp_path, num_trials=1)
     watcher.join()
     assert result is not None
     assert (result.exit_code, result.how_it_ended) == (6, "stopped by SIGINT")

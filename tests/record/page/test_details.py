@@ -80,11 +80,8 @@ def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
     assert [(bar.name, bar.share) for bar in bars] == [("rank 0", 0.25), ("rank 1", 0.5), ("planned", 0.75)]
     assert note == "The full width is one GPU's 80 GiB."
     record = replace(record, training=[{"step": 1, "memory_gib": [20.0] * 64}])
-    assert [bar.name for bar in memory_bars(record, summarize(record))[0][:3]] == [
-        "lowest rank",
-        "middle",
-        "highest rank",
-    ]
+    bars, _ = memory_bars(record, summarize(record))
+    assert [bar.name for bar in bars[:3]] == ["lowest rank", "middle", "highest rank"]
 
 
 def test_phases_stand_one_after_the_other() -> None:
