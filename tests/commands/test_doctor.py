@@ -27,10 +27,10 @@ def levels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def run(recipe: str | None = None, *overrides: str) -> dict[str, str]:
         code = doctor_command(recipe, list(overrides), [], Console(file=io.StringIO()), as_json=True)
         findings: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["findings"]
-        found = {finding["id"]: finding["level"] for finding in findings}
+        findings_by_id = {finding["id"]: finding["level"] for finding in findings}
         assert all((finding["fix"] is None) == (finding["level"] == "ok") for finding in findings)
-        assert code == (2 if "error" in found.values() else 0)
-        return found
+        assert code == (2 if "error" in findings_by_id.values() else 0)
+        return findings_by_id
 
     return run
 
@@ -43,8 +43,8 @@ def test_without_a_recipe_the_machine_alone_is_checked(levels):
 def test_a_recipe_for_this_machine_and_one_for_gpus_that_are_not_here(levels):
     gpus = ("hardware=hopper", "parallelism=ddp", "hardware.gpus_per_node=2")
     assert levels("quickstart")["recipe"] == "ok"
-    found = levels("quickstart", *gpus, "attention=sdpa", "packing=padded", "model.compile_layers=false")
-    assert (found["no-gpu-here"], found["recipe"]) == ("error", "ok")
+    findings_by_id = levels("quickstart", *gpus, "attention=sdpa", "packing=padded", "model.compile_layers=false")
+    assert (findings_by_id["no-gpu-here"], findings_by_id["recipe"]) == ("error", "ok")
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_a_recipe_for_this_machine_and_one_for_gpus_that_are_not_here(levels):
     ],
 )
 def test_what_is_wrong_with_a_request_is_a_finding(words, id, levels):
-    found = levels(*words)
-    assert found[id] == "error" and "recipe" not in found
+    findings_by_id = levels(*words)
+    assert findings_by_id[id] == "error" and "recipe" not in findings_by_id
 
 
 @pytest.mark.parametrize("torch_works", [True, False])

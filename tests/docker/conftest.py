@@ -156,8 +156,8 @@ class Machine:
 
     def setting(self, name: str) -> str | None:
         """The value of a setting in .env."""
-        found = re.search(rf"^{name}=(.*)$", (self.checkout / ".env").read_text(), flags=re.MULTILINE)
-        return None if found is None else found[1].strip("'")
+        match = re.search(rf"^{name}=(.*)$", (self.checkout / ".env").read_text(), flags=re.MULTILINE)
+        return None if match is None else match[1].strip("'")
 
     def calls(self, start: str) -> list[str]:
         """The calls of docker whose arguments start so."""
@@ -190,9 +190,9 @@ def machine(tmp_path: Path) -> Machine:
     for folder in ("bin", "fake/images", "home", "tmp"):
         (tmp_path / folder).mkdir(parents=True)
     for tool in TOOLS:
-        found = shutil.which(tool)
-        assert found, f"these tests need {tool}"
-        (tmp_path / "bin" / tool).symlink_to(found)
+        program = shutil.which(tool)
+        assert program, f"these tests need {tool}"
+        (tmp_path / "bin" / tool).symlink_to(program)
     copy_checkout(tmp_path / "tunebook")
     environment = {
         "PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"),

@@ -1,4 +1,4 @@
-"""compose.yaml and the Dockerfile as text: what each service gets, what the sandbox does not, what a build sees.
+"""compose.yaml and Dockerfile.dockerignore as text: what a service gets, what the sandbox does not, what a build sees.
 
 Docker's own reading of them (`docker compose config`, builds, runs) is in tests/system/docker.
 """
@@ -116,29 +116,11 @@ def test_without_env_file_every_path_exists_and_the_stage_that_says_so_is_built(
     assert {without_env(SERVICES[name]["image"]) for name in RUNNING} == {"tunebook:unset"}
 
 
-# --- the Dockerfile
-
-
-def dockerfile() -> str:
-    """The Dockerfile's instructions, each on one line, without comments."""
-    text = "\n".join(line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
-    return text.replace("\\\n", " ")
-
-
-def test_installation_sees_locks_and_not_the_sources() -> None:
-    """Else an edit of the sources would install everything again."""
-    venv = re.search(r"^FROM base AS venv$(.*?)^FROM ", dockerfile(), re.MULTILINE | re.DOTALL)
-    assert venv is not None
-    seen = re.findall(r"source=(\S+?),", venv[1]) + re.findall(r"from=(\S+?),", venv[1])
-    assert sorted(seen) == ["docker/with_site.sh", "lock-wheels", "locks"]
-    assert "COPY" not in venv[1]
-    locks = re.search(r"^FROM scratch AS locks$(.*?)^FROM ", dockerfile(), re.MULTILINE | re.DOTALL)
-    assert locks is not None
-    for copied in re.findall(r"^COPY (.*) \S+$", locks[1], re.MULTILINE):
-        assert all(name.endswith((".lock", "install_lock.sh")) for name in copied.split())
-
-
 # --- what reaches a build, and what an image's hash covers
+
+
+def sources_hash(folder: Path) -> str:
+    return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(folder)], text=True).strip()
 
 
 def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None:
@@ -164,7 +146,3 @@ def test_the_hash_leaves_out_what_the_build_does_not_see(tmp_path: Path) -> None
         before = sources_hash(tmp_path)
     (tmp_path / "src" / "a.py").rename(tmp_path / "src" / "b.py")
     assert sources_hash(tmp_path) != before
-
-
-def sources_hash(folder: Path) -> str:
-    return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(folder)], text=True).strip()
