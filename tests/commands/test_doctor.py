@@ -27,28 +27,24 @@ def levels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def run(recipe: str | None = None, *overrides: str) -> dict[str, str]:
         code = doctor_command(recipe, list(overrides), [], Console(file=io.StringIO()), as_json=True)
         findings: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["findings"]
-        found = {finding["id"]: finding["level"] for finding in findings}
+        findings_by_id = {finding["id"]: finding["level"] for finding in findings}
         assert all((finding["fix"] is None) == (finding["level"] == "ok") for finding in findings)
-        assert code == (2 if "error" in found.values() else 0)
-        return found
+        assert code == (2 if "error" in findings_by_id.values() else 0)
+        return findings_by_id
 
     return run
 
 
 def test_without_a_recipe_the_machine_alone_is_checked(levels):
-    found = levels()
-    assert {"gpus-found", "container", "torch-works", "shm-size", "disk-space"} == set(found)
-    assert set(levels(None, "outputs=elsewhere", "hardware.num_nodes=2")) == set(found)
+    ids = {"gpus-found", "container", "torch-works", "shm-size", "disk-space"}
+    assert set(levels()) == set(levels(None, "outputs=elsewhere", "hardware.num_nodes=2")) == ids
 
 
-def test_a_recipe_that_fits_this_machine(levels):
-    assert levels("quickstart")["recipe"] == "ok"
-
-
-def test_a_recipe_for_gpus_that_are_not_here(levels):
+def test_a_recipe_for_this_machine_and_one_for_gpus_that_are_not_here(levels):
     gpus = ("hardware=hopper", "parallelism=ddp", "hardware.gpus_per_node=2")
-    found = levels("quickstart", *gpus, "attention=sdpa", "packing=padded", "model.compile_layers=false")
-    assert (found["no-gpu-here"], found["recipe"]) == ("error", "ok")
+    assert levels("quickstart")["recipe"] == "ok"
+    findings_by_id = levels("quickstart", *gpus, "attention=sdpa", "packing=padded", "model.compile_layers=false")
+    assert (findings_by_id["no-gpu-here"], findings_by_id["recipe"]) == ("error", "ok")
 
 
 @pytest.mark.parametrize(
@@ -61,12 +57,12 @@ def test_a_recipe_for_gpus_that_are_not_here(levels):
     ],
 )
 def test_what_is_wrong_with_a_request_is_a_finding(words, id, levels):
-    found = levels(*words)
-    assert found[id] == "error" and "recipe" not in found
+    findings_by_id = levels(*words)
+    assert findings_by_id[id] == "error" and "recipe" not in findings_by_id
 
 
-@pytest.mark.parametrize(("torch_works", "asked"), [(True, [2]), (False, [])])
-def test_nccl_is_tried_where_torch_works_on_several_gpus(torch_works, asked, levels, monkeypatch):
+@pytest.mark.parametrize("torch_works", [True, False])
+def test_nccl_is_tried_where_torch_works_on_several_gpus(torch_works, levels, monkeypatch):
     ranks: list[int] = []
     torch = Finding(id="torch-works", what="torch", fix=None if torch_works else "fix", is_error=not torch_works)
     machine = Machine(gpus=[None] * 2, driver="580", num_cpus=2, host_memory_gib=8.0)  # type: ignore[list-item]
@@ -76,4 +72,4 @@ def test_nccl_is_tried_where_torch_works_on_several_gpus(torch_works, asked, lev
     monkeypatch.setattr(command, "check_links", lambda machine: Finding(id="links", what="NVLink"))
     monkeypatch.setattr(command, "check_nccl", lambda num: (ranks.append(num), Finding(id="nccl", what="right"))[1])
     levels()
-    assert ranks == asked
+    assert ranks == ([2] if torch_works else [])

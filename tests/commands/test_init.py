@@ -12,7 +12,7 @@ from rich.console import Console
 from tunebook.commands.init import data_choice, init_command, model_choice
 from tunebook.commands.plan import plan_command
 from tunebook.config.compose import compose
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
 
@@ -35,20 +35,17 @@ def init(name: str, *recipes_dirs: Path, **flags: str) -> str:
     return console.file.getvalue()
 
 
-def test_the_written_recipe_is_planned_as_its_commands_say() -> None:
-    printed = init("mine", model="smollm2_135m", data="chats.jsonl", parallelism="single")
-    assert printed == (
-        "written: my_recipes/mine.yaml\n"
-        "Next:\n"
-        "  tunebook data mine --recipes-dir my_recipes\n"
-        "  tunebook plan mine --recipes-dir my_recipes\n"
-        "  tunebook train mine --recipes-dir my_recipes --dry-run\n"
-        "  tunebook train mine --recipes-dir my_recipes\n"
-    )
+def plan(name: str) -> str:
     console = Console(file=io.StringIO(), width=160)
-    assert plan_command("mine", [], [Path("my_recipes")], console) == 0
+    assert plan_command(name, [], [Path("my_recipes")], console) == 0
     assert isinstance(console.file, io.StringIO)
-    assert "one optimizer step: 64 documents" in console.file.getvalue()
+    return console.file.getvalue()
+
+
+def test_the_written_recipe_is_planned() -> None:
+    printed = init("mine", model="smollm2_135m", data="chats.jsonl", parallelism="single")
+    assert "  tunebook plan mine --recipes-dir my_recipes\n" in printed
+    assert "one optimizer step: 64 documents" in plan("mine")
     config = compose("mine", [], [Path("my_recipes")]).config
     assert (config.title, config.dataset.path) == ("smollm2_135m on chats.jsonl", "chats.jsonl")
     assert config.parallelism.strategy.name == "single"
@@ -61,7 +58,7 @@ def test_a_recipe_on_another_keeps_what_is_not_typed() -> None:
     assert "global_samples" not in text
     config = compose("mine", [], [Path("my_recipes")]).config
     assert (config.training.global_samples, config.dataset.path) == (16, "chats.jsonl")
-    assert plan_command("mine", [], [Path("my_recipes")], Console(file=io.StringIO(), width=160)) == 0
+    plan("mine")
 
 
 @pytest.mark.parametrize("name", ['it\'s "new": #1 \\ {a}.jsonl', "- a, b.jsonl"])
@@ -88,8 +85,10 @@ def test_models_and_data_sets_are_told_apart(work: Path) -> None:
         ("mine", {}, "init-incomplete"),
         ("mine", {"model": "qwen25_05", "data": "boolq"}, "init-model"),
         ("mine", {"model": "quickstart", "data": "boolk"}, "init-data"),
+        ("mine", {"model": "quickstart", "data": "chat.jsonl"}, "data-file-not-found"),
         ("mine", {"base": "quickstart", "parallelism": "zero33"}, "unknown-choice"),
         ("mine", {"base": "quickstrat"}, "unknown-recipe"),
+        ("mine", {"base": "broken"}, "unknown-key"),
         ("own/mine", {"base": "quickstart"}, "recipe-name-form"),
         ("quickstart", {"base": "quickstart"}, "recipe-name-taken"),
     ],
@@ -97,37 +96,24 @@ def test_models_and_data_sets_are_told_apart(work: Path) -> None:
 def test_what_cannot_be_used_is_refused_and_no_recipe_is_written(
     work: Path, name: str, flags: dict[str, str], id: str
 ) -> None:
-    with pytest.raises(RequestError) as raised:
-        init(name, **flags)
-    assert raised.value.problem_id == id
-    assert [path for path in work.rglob("*") if path.is_file()] == [work / "chats.jsonl"]
-
-
-def test_missing_files_and_settings_that_do_not_compose_leave_no_file(work: Path) -> None:
-    with pytest.raises(DataError):
-        init("mine", model="quickstart", data="chat.jsonl")
     (work / "own").mkdir()
     broken = "# @package _global_\ndefaults:\n  - quickstart\n  - _self_\ntraining:\n  sead: 1\n"
     (work / "own" / "broken.yaml").write_text(broken)
-    with pytest.raises(RequestError) as raised:
-        init("mine", work / "own", base="broken")
-    assert raised.value.problem_id == "unknown-key"
-    assert [path.name for path in (work / "own").iterdir()] == ["broken.yaml"]
+    with pytest.raises(TunebookError) as raised:
+        init(name, work / "own", **flags)
+    assert raised.value.problem_id == id
+    assert sorted(path.name for path in work.rglob("*") if path.is_file()) == ["broken.yaml", "chats.jsonl"]
 
 
-def test_a_file_is_not_replaced() -> None:
-    init("mine", base="quickstart")
-    before = Path("my_recipes/mine.yaml").read_text()
-    with pytest.raises(RequestError) as raised:
-        init("mine", base="quickstart", parallelism="ddp")
-    assert raised.value.problem_id == "recipe-exists"
-    assert Path("my_recipes/mine.yaml").read_text() == before
-
-
-def test_the_folder_is_the_one_named_or_that_of_the_variable(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_written_where_it_is_found_and_not_replaced(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "shared").mkdir()
     monkeypatch.setenv("TUNEBOOK_RECIPES", f"{work / 'shared'}:{work}")
     init("mine", base="quickstart")
+    before = (work / "shared" / "mine.yaml").read_text()
+    with pytest.raises(RequestError) as raised:
+        init("mine", base="quickstart", parallelism="ddp")
+    assert raised.value.problem_id == "recipe-exists"
+    assert (work / "shared" / "mine.yaml").read_text() == before
     assert compose("mine", [], []).config.title == "Built on quickstart"  # found by the variable alone
     init("other", Path("new"), base="mine")
     assert Path("new/other.yaml").is_file()

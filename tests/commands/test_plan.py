@@ -35,13 +35,6 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft, "detect_machine", lambda: machine)
 
 
-def shown(recipe: str | None, *words: str, folder: Path | None = None) -> str:
-    console = Console(file=io.StringIO(), width=160)
-    assert plan_command(recipe, [*words], [], console, folder=folder) == 0
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 @pytest.fixture
 def as_json(capsys: pytest.CaptureFixture[str]) -> Any:
     """`as_json("quickstart", "training.seed=1")`: the exit code and what was printed."""
@@ -58,38 +51,23 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> Any:
 YAML_WORDS = {
     "recipe": ("qwen3b_zero2", ["training.seed=3", "hardware.reference={gpus_per_node: 4}"]),
     "auto": ("quickstart", ["parallelism=auto", "packing={row_length: 512}"]),
-    "no_recipe": (
-        None, ["model=quickstart", "dataset=quickstart", "training.global_samples=4", "training.max_length=128"]
-    ),
 }  # fmt: skip
 
 
-@pytest.fixture
-def as_yaml(capsys: pytest.CaptureFixture[str]) -> Any:
-    """`as_yaml("quickstart", "training.seed=1")`: what was printed."""
-
-    def plan(recipe: str | None, *words: str) -> str:
-        assert plan_command(recipe, [*words], [], Console(), as_yaml=True) == 0
-        return capsys.readouterr().out
-
-    return plan
-
-
 @pytest.mark.parametrize(("recipe", "words"), YAML_WORDS.values(), ids=YAML_WORDS)
-def test_the_yaml_is_the_configuration_of_the_run(
-    as_yaml: Any, tmp_path: Path, recipe: str | None, words: list[str]
+def test_the_yaml_is_the_configuration_of_the_run_and_names_the_origins(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: str | None, words: list[str]
 ) -> None:
     job = plan_job(recipe, words, [])
     set_up_folder(job, job.batch, PREPARED, tmp_path)
     printed = tmp_path / "printed.yaml"
-    printed.write_text(as_yaml(recipe, *words))
+    assert plan_command(recipe, words, [], Console(), as_yaml=True) == 0
+    printed.write_text(capsys.readouterr().out)
     assert yaml.safe_load(printed.read_text()) == yaml.safe_load((tmp_path / RUN_FILE).read_text())
     assert load_config(printed) == load_config(tmp_path / RUN_FILE)
-
-
-def test_each_value_of_the_yaml_has_its_origin(as_yaml: Any) -> None:
-    recipe, words = YAML_WORDS["recipe"]
-    lines = [line.strip() for line in as_yaml(recipe, *words).splitlines()]
+    if recipe != "qwen3b_zero2":
+        return
+    lines = [line.strip() for line in printed.read_text().splitlines()]
     found = {value.strip(): origin for value, _, origin in (line.partition("  # ") for line in lines)}
     expected = {
         "parallelism:": "parallelism=zero2: recipes/qwen3b_zero2.yaml",
@@ -134,7 +112,15 @@ def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: 
     assert chosen == typed
 
 
-def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
+def test_problems_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
+    for recipe, override, problem_id in (
+        ("qwen3b_zero", "training.seed=0", "unknown-recipe"),
+        ("quickstart", "training.sead=0", "unknown-key"),
+        ("qwen3b_zero2", "training.global_samples=4", "batch-too-small"),
+    ):
+        code, plan = as_json(recipe, override)
+        assert (code, plan["recipe"]) == (2, recipe)
+        assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == [problem_id]
     code, plan = as_json("qwen3b_zero2", "precision=bf16", "training.resume=nvr")
     assert code == 2
     assert {"bf16-on-volta", "resume-not-found"} <= {problem["id"] for problem in plan["problems"]}
@@ -143,21 +129,6 @@ def test_broken_rules_are_in_the_json_and_end_it_with_2(as_json: Any) -> None:
     assert bf16["place"] == "override 'precision=bf16'"
     assert plan["precision"] == "bf16"  # as asked
     assert (plan["batch"], plan["memory_gib"], plan["fits"], plan["time"]) == (None, None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "word", "id"),
-    [
-        ("qwen3b_zero", "training.seed=0", "unknown-recipe"),
-        ("quickstart", "training.sead=0", "unknown-key"),
-        ("qwen3b_zero2", "training.global_samples=4", "batch-too-small"),
-    ],
-)
-def test_what_does_not_compose_or_divide_is_in_the_json_too(as_json: Any, recipe: str, word: str, id: str) -> None:
-    code, plan = as_json(recipe, word)
-    assert code == 2
-    assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == [id]
-    assert plan["recipe"] == recipe
 
 
 def test_a_plan_that_cannot_fit_ends_with_3(as_json: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 import tunebook.commands.reproduce as reproducing
-from tunebook.commands.reproduce import differences_here, find_original, reproduce_command
+from tunebook.commands.reproduce import differences_here, reproduce_command
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError, StoppedError
 from tunebook.evidence.compare import claim_of_run
 from tunebook.evidence.gather import read_finished
 from tunebook.record.provenance import describe_environment, describe_hardware
 
-from ..evidence.conftest import MakeRun, Record, curve, edit_json
+from ..evidence.conftest import MakeRun, Record, edit_json
 
 
 @pytest.fixture
@@ -53,45 +53,32 @@ def folder_in(outputs: Path) -> Path:
     return folder
 
 
-def test_a_run_is_trained_by_its_overrides_and_compared_with_it(make_run: MakeRun) -> None:
-    run = make_run("training.max_steps=60", "launcher=local", "tracking=none")
-    original = find_original(str(run), Path("outputs"))
-    assert (original.recipe, original.overrides) == ("quickstart", ["training.max_steps=60", "launcher=local"])
-    assert original.claim.name == f"quickstart/{run.name}"
-
-
 def test_evidence_is_trained_by_its_overrides_and_compared_with_it(
     make_run: MakeRun, record: Record, jobs: list[RunConfig], tmp_path: Path
 ) -> None:
     file = record(*(make_run("training.max_steps=60") for _ in range(2)))
-    said = reproduce(file, tmp_path / "new")
-    assert "to be compared with cpu-1-try.json" in said
+    printed = reproduce(file, tmp_path / "new")
+    assert "to be compared with cpu-1-try.json" in printed
     assert jobs[0].training.max_steps == 60
-    verify = shlex.split(said[-1].partition(": ")[2])
+    verify = shlex.split(printed[-1].partition(": ")[2])
     assert verify == ["tunebook", "verify", "--against", str(file), str(folder_in(tmp_path / "new"))]
 
 
-def test_the_books_evidence_can_be_reproduced(project_root: Path, jobs: list[RunConfig], tmp_path: Path) -> None:
-    said = reproduce(project_root / "recipes/quickstart/evidence/cpu-1-any.json", tmp_path, dry_run=True)
-    assert said[-1] == "to be compared with cpu-1-any.json"
-
-
-def test_a_dry_run_tells_what_it_would_run(make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path) -> None:
+def test_a_dry_run_tells_what_it_would_run(
+    make_run: MakeRun, jobs: list[RunConfig], project_root: Path, tmp_path: Path
+) -> None:
     original, new = make_run("training.max_steps=60"), tmp_path / "new"
     *_, run, compared = reproduce(original, new, dry_run=True)
     words = ["training.max_steps=60", f'outputs="{new}"', "training.resume=never"]
     assert run.endswith(f": {shlex.join(['tunebook', 'train', 'quickstart', *words])}")
     assert compared == f"to be compared with quickstart/{original.name}"
     assert (jobs, new.exists()) == ([], False)
-
-
-def test_the_command_that_compares_the_new_run_is_printed_before_it_starts(
-    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path
-) -> None:
-    original, outputs = make_run(), tmp_path / "my [new], 'runs'"
-    words = shlex.split(reproduce(original, outputs)[-1].partition(": ")[2])
-    assert words == ["tunebook", "diff", str(original), str(folder_in(outputs))]
-    assert jobs[0].outputs == str(outputs)
+    book_evidence = project_root / "recipes/quickstart/evidence/cpu-1-any.json"
+    assert reproduce(book_evidence, new, dry_run=True)[-1] == "to be compared with cpu-1-any.json"
+    for content in ("{}", '{"format": 99}', "[1]"):
+        (tmp_path / "file.json").write_text(content)
+        with pytest.raises(DataError):
+            reproduce(tmp_path / "file.json", new, dry_run=True)
 
 
 def test_a_job_that_is_not_waited_for_is_not_compared(
@@ -106,7 +93,7 @@ def test_a_job_that_is_not_waited_for_is_not_compared(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "difference"),
     [
         ({"replaced": {"weight_decay: 0.1": "weight_decay: 0.3"}}, "weight_decay is 0.1, recorded with 0.3"),
         ({"manifest": {"dataset": {"content_sha256": "9" * 64}}}, "data_sha256 is 3333"),
@@ -114,65 +101,49 @@ def test_a_job_that_is_not_waited_for_is_not_compared(
     ids=["settings", "data"],
 )
 def test_a_run_that_would_be_another_one_here_is_refused(
-    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, changes: dict[str, Any], said: str
+    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, changes: dict[str, Any], difference: str
 ) -> None:
     original = make_run(**changes)
-    with pytest.raises(RequestError, match=said) as error:
+    with pytest.raises(RequestError, match=difference) as error:
         reproduce_command(str(original), tmp_path / "new", [], Console(file=StringIO()))
     assert (error.value.problem_id, jobs) == ("evidence-of-other-config", [])
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("content", ["{}", '{"format": 99}', "[1]"])
-def test_a_file_that_is_no_evidence_is_refused(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "manifest.json"
-    file.write_text(content)
-    with pytest.raises(DataError):
-        find_original(str(file), Path("outputs"))
-
-
 # --- what differs here, and where relative paths start
 
 
-def test_other_packages_and_machines_are_printed_with_what_was_recorded(make_run: MakeRun) -> None:
-    run = read_finished(make_run(gpus=2, manifest={"environment": {"python": "3.9.0"}}))
-    told = list(differences_here(claim_of_run(run), run.config))
-    assert any(line.startswith("different here: python is 3.") and line.endswith("with 3.9.0") for line in told)
-    assert any(line.startswith("different here: git_commit is ") for line in told)
-    assert "different here: hardware.driver is None, recorded with 580.1" in told
-
-
-@pytest.mark.parametrize("difference", [None, "f" * 64])
-def test_a_line_says_that_nothing_is_different_or_that_the_code_was_changed(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, difference: str | None
+def test_what_differs_here_is_printed_with_what_was_recorded(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run()
-    here = {"environment": describe_environment("cpu"), "hardware": describe_hardware(None) | {"gpus": []}}
-    edit_json(run / "manifest.json", **here)
-    monkeypatch.setattr(reproducing, "describe_code", lambda _: {"git_commit": "a" * 40, "git_diff_sha256": difference})
-    found = read_finished(run)
-    assert list(differences_here(claim_of_run(found), found.config)) == [
-        "different here: the code was changed after commit aaaaaaaaaaaa"
-        if difference
-        else "code, packages and machine are as they were"
-    ]
-
-
-@pytest.fixture
-def relative_run(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose chat template is a relative path, from a folder `work` that is not the working directory."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "my.jinja").write_text("{{ messages }}")
-    monkeypatch.chdir(tmp_path / "work")
-    run = make_run("model.chat_template=my.jinja", losses=curve())
-    monkeypatch.chdir(tmp_path)
-    return run
+    folder = make_run(gpus=2, manifest={"environment": {"python": "3.9.0"}})
+    run = read_finished(folder)
+    lines = list(differences_here(claim_of_run(run), run.config))
+    assert any(line.startswith("different here: python is 3.") and line.endswith("with 3.9.0") for line in lines)
+    assert any(line.startswith("different here: git_commit is ") for line in lines)
+    assert "different here: hardware.driver is None, recorded with 580.1" in lines
+    hardware = describe_hardware(None) | {"gpus": []}
+    edit_json(folder / "manifest.json", environment=describe_environment("cpu"), hardware=hardware)
+    run = read_finished(folder)
+    for difference in (None, "f" * 64):
+        code = {"git_commit": "a" * 40, "git_diff_sha256": difference}
+        monkeypatch.setattr(reproducing, "describe_code", lambda _, code=code: code)
+        (line,) = differences_here(claim_of_run(run), run.config)
+        assert ("the code was changed after commit aaaaaaaaaaaa" in line) == (difference is not None)
 
 
 def test_overrides_are_read_in_the_folder_where_they_were_typed(
-    relative_run: Path, jobs: list[RunConfig], tmp_path: Path
+    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = reproduce(relative_run, Path("new"))
-    assert any(line.startswith(f"to be run in {tmp_path / 'work'}: tunebook train quickstart") for line in said)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "my.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path / "work")
+    run = make_run("model.chat_template=my.jinja")
+    monkeypatch.chdir(tmp_path)
+    outputs = Path("my [new], 'runs'")
+    *lines, compared = reproduce(run, outputs)
+    assert any(line.startswith(f"to be run in {tmp_path / 'work'}: tunebook train quickstart") for line in lines)
     assert Path.cwd() == tmp_path, "the folder is left again"
-    assert jobs[0].outputs == str(tmp_path / "new"), "where the command was typed"
+    assert jobs[0].outputs == str(tmp_path / outputs), "where the command was typed"
+    words = shlex.split(compared.partition(": ")[2])
+    assert words == ["tunebook", "diff", str(run), str(folder_in(tmp_path / outputs))]

@@ -31,33 +31,30 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def asked_of_slurm(monkeypatch):
+def slurm_commands(monkeypatch):
     """The commands of Slurm that were run."""
     calls = []
     monkeypatch.setattr(client, "slurm", lambda *words: calls.append(words) or "")
     return calls
 
 
-def test_a_request_before_the_first_step_starts_nothing_and_asks_for_another_turn(folder, asked_of_slurm, monkeypatch):
+def test_a_request_before_the_first_step_starts_nothing_and_asks_for_another_turn(folder, slurm_commands, monkeypatch):
     monkeypatch.setattr("tunebook.commands.attempt.run_and_wait", None)  # nothing may be started
     assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
     status = read_manifest(folder)["status"]
     assert (status["state"], status["reason"]) == ("stopped", "stopped by SIGUSR1 between two steps")
-    assert asked_of_slurm == [("scontrol", "requeue", "7")]
+    assert slurm_commands == [("scontrol", "requeue", "7")]
+    assert carry_out_turn(folder, [signal.SIGTERM, signal.SIGUSR1]) == 6  # stopped by the user
+    assert len(slurm_commands) == 1
 
 
-def test_one_that_the_user_stopped_is_not_asked_for_again(folder, asked_of_slurm):
-    assert carry_out_turn(folder, [signal.SIGTERM, signal.SIGUSR1]) == 6
-    assert asked_of_slurm == []
-
-
-def test_three_turns_in_a_row_that_saved_nothing_are_the_last(folder, asked_of_slurm, make_checkpoint, capsys):
+def test_three_turns_in_a_row_that_saved_nothing_are_the_last(folder, slurm_commands, make_checkpoint, capsys):
     for _ in range(2):
         carry_out_turn(folder, [signal.SIGUSR1])
     make_checkpoint(folder, 5)  # saved by the third turn
     for num_requeued in (3, 4, 4):
         assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
-        assert len(asked_of_slurm) == num_requeued
+        assert len(slurm_commands) == num_requeued
     assert "job 7: not requeued: three turns in a row saved nothing" in capsys.readouterr().out
 
 

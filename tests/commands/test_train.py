@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -30,26 +30,19 @@ PREPARED = cast(
 )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        ("quickstart", ["training.max_steps=3", "outputs=/x"]),
-        (None, ["model=quickstart", "dataset=quickstart", "training.global_samples=4", "training.max_length=128"]),
-    ],
-    ids=["recipe", "no_recipe"],
-)
-def test_the_manifest_says_what_trains_the_same(tmp_path: Path, recipe: str | None, words: list[str]) -> None:
-    job = plan_job(recipe, words, [])
-    set_up_folder(job, job.batch, PREPARED, tmp_path)
-    manifest: dict[str, Any] = read_manifest(tmp_path)
-    assert manifest["command"] == ["tunebook", "train", *([recipe] if recipe else []), *words]
-
-
-def test_of_a_run_that_is_trained_already_the_manifest_keeps_what_it_started_from(
+def test_the_manifest_says_what_trains_the_same_and_what_a_trained_run_started_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = plan_job("quickstart", ["training.max_steps=3"], [])
+    words = ["training.max_steps=3", "outputs=/x"]
+    job = plan_job("quickstart", words, [])
     set_up_folder(job, job.batch, PREPARED, tmp_path)
+    assert read_manifest(tmp_path)["command"] == [
+        "tunebook",
+        "train",
+        "quickstart",
+        "training.max_steps=3",
+        "outputs=/x",
+    ]
     update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
     set_up_folder(job, job.batch, PREPARED, tmp_path)
     assert read_manifest(tmp_path)["model"]["weights_fingerprint"] is None, "it starts anew"
@@ -59,35 +52,26 @@ def test_of_a_run_that_is_trained_already_the_manifest_keeps_what_it_started_fro
     assert read_manifest(tmp_path)["model"]["weights_fingerprint"] == "1" * 64
 
 
-def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What a dry run says that the job starts, word by word of each command as one line."""
-    show_job(plan_job("quickstart", ["launcher=slurm", *words], []), Console(width=200), Path("/runs/1"))
-    lines = capsys.readouterr().out.splitlines()
-    return [line.removeprefix("in the job: ") for line in lines if line.startswith("in the job: ")]
+def test_a_dry_run_shows_what_a_job_starts_in_containers_and_on_several_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def commands(*words: str) -> list[str]:
+        show_job(plan_job("quickstart", ["launcher=slurm", *words], []), Console(width=200), Path("/runs/1"))
+        lines = capsys.readouterr().out.splitlines()
+        return [line.removeprefix("in the job: ") for line in lines if line.startswith("in the job: ")]
 
-
-def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
-    (ranks,) = shown(["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"], capsys)
+    (ranks,) = commands("launcher.container_image=registry/x:1", "launcher.container_runtime=docker")
     assert ranks.startswith("srun --nodes 1 --ntasks 1 ")
     assert " docker run --rm " in ranks
     assert " registry/x:1 -m tunebook.launch.local " in ranks
-
-
-def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
-    (ranks,) = shown(words, capsys)
+    nodes = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
+    (ranks,) = commands(*nodes)
     assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 ")
     assert ranks.endswith("-m tunebook.launch.local /runs/1 --endpoint '<host>:<port>'")
-    assert shown([], capsys) == []  # one node: the script says it all
+    assert commands() == []  # one node: the script says it all
 
 
-class OfflineHub:
-    def whoami(self):
-        raise ConnectionError("Name or service not known")
-
-
-def test_an_upload_without_a_network_is_refused_and_none_asks_nobody(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", OfflineHub)
+def test_without_a_network_an_upload_is_refused() -> None:
     check_upload(None)
     with pytest.raises(RequestError) as raised:
         check_upload("me/model")
@@ -100,4 +84,3 @@ def test_a_task_that_cannot_be_loaded_is_refused_before_anything_is_prepared() -
     with pytest.raises(RequestError) as raised:  # there is no network
         require_runnable(job)
     assert raised.value.problem_id == "task-data-missing"
-    assert "tunebook fetch tasks=gsm8k" in raised.value.message

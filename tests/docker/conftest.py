@@ -93,10 +93,6 @@ class Machine:
         path.write_text(script)
         path.chmod(0o755)
 
-    def remove(self, name: str) -> None:
-        """Take a command out of PATH."""
-        (self.folder / "bin" / name).unlink()
-
     def tell(self, command: str, out: str = "", err: str = "", code: int = 0) -> None:
         """Set the answer of a command: `docker-info`, `docker-compose-run`, `nvidia-smi`."""
         for ending, text in (("out", out), ("err", err), ("code", str(code))):
@@ -112,18 +108,14 @@ class Machine:
         self.tell("nvidia-smi", lines, code=code)
         self.tell("docker-info", INFO % (self.folder, NVIDIA_RUNTIME if has_runtime else ""))
 
-    def image(self, name: str, generation: str | None = None, attention: str | None = None) -> None:
+    def image(self, name: str, generation: str | None = None) -> None:
         """Have an image whose labels match the checkout."""
         folder = self.checkout / "docker" / (generation or name.partition(":")[2])
         own = re.search(r"^ATTENTION=(.*)$", (folder / "generation.env").read_text(), flags=re.MULTILINE)
         sources = self.command("docker/sources_hash.sh", ".").stdout
         lock = hashlib.sha256((folder / "requirements.lock").read_bytes()).hexdigest()
-        labels = f"{lock} {attention or (own[1] if own else '')} {sources}"
+        labels = f"{lock} {own[1] if own else ''} {sources}"
         (self.fake / "images" / name.replace("/", "_")).write_text(labels)
-
-    def digest(self, name: str) -> None:
-        """Name a published image of the cpu generation."""
-        (self.checkout / "docker" / "cpu" / "image.digest").write_text(f"{name}\n")
 
     def venv(self, generation: str = "cpu") -> None:
         """Have a .venv that is set up."""
@@ -164,8 +156,8 @@ class Machine:
 
     def setting(self, name: str) -> str | None:
         """The value of a setting in .env."""
-        found = re.search(rf"^{name}=(.*)$", (self.checkout / ".env").read_text(), flags=re.MULTILINE)
-        return None if found is None else found[1].strip("'")
+        match = re.search(rf"^{name}=(.*)$", (self.checkout / ".env").read_text(), flags=re.MULTILINE)
+        return None if match is None else match[1].strip("'")
 
     def calls(self, start: str) -> list[str]:
         """The calls of docker whose arguments start so."""
@@ -198,9 +190,9 @@ def machine(tmp_path: Path) -> Machine:
     for folder in ("bin", "fake/images", "home", "tmp"):
         (tmp_path / folder).mkdir(parents=True)
     for tool in TOOLS:
-        found = shutil.which(tool)
-        assert found, f"these tests need {tool}"
-        (tmp_path / "bin" / tool).symlink_to(found)
+        program = shutil.which(tool)
+        assert program, f"these tests need {tool}"
+        (tmp_path / "bin" / tool).symlink_to(program)
     copy_checkout(tmp_path / "tunebook")
     environment = {
         "PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"),

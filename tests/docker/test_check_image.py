@@ -61,54 +61,37 @@ def test_differences_from_the_lock_are_named_in_both_directions() -> None:
 
 # --- architectures
 
-OLD_TORCH = {"version": "2.10.0+cu128", "cuda": "12.8", "arch_list": ["sm_70", "sm_80"]}
 CPU_BUILD = {"cuda": None, "arch_list": []}
 
 
 @pytest.mark.parametrize(
-    ("generation", "changed", "problems"),
+    ("generation", "changed", "keys"),
     [
         ("hopper", {}, []),
         ("cpu", {}, []),  # the CUDA build serves, too
         ("cpu", CPU_BUILD, []),
-        ("hopper", OLD_TORCH, [
-            "torch is 2.10.0+cu128, but generation.env says TORCH=2.13.0",
-            "torch was built with CUDA 12.8, but generation.env says CUDA=13.0",
-            "torch has no code of its own for 9.0 (TORCH_CUDA_ARCH_LIST); it has sm_70 sm_80",
-        ]),
-        ("hopper", CPU_BUILD, [
-            "torch was built with CUDA None, but generation.env says CUDA=13.0",
-            "torch has no code of its own for 9.0 (TORCH_CUDA_ARCH_LIST); it has nothing",
-        ]),
+        ("hopper", {"version": "2.10.0+cu128", "cuda": "12.8", "arch_list": ["sm_80"]}, ["TORCH", "CUDA", "9.0"]),
+        ("hopper", CPU_BUILD, ["CUDA", "9.0"]),
     ],
-)  # fmt: skip
-def test_torch_is_compared_with_generation_env(
-    generation: str, changed: dict[str, object], problems: list[str]
-) -> None:
+)
+def test_torch_is_compared_with_generation_env(generation: str, changed: dict[str, object], keys: list[str]) -> None:
     torch = {"version": "2.13.0+cu130", "cuda": "13.0", "arch_list": ["sm_80", "sm_90", "compute_120"]} | changed
     settings = check_image.read_settings(DOCKER / generation / "generation.env")
-    assert check_image.torch_problems(settings, check_image.TorchFacts(**torch)) == problems
+    problems = check_image.torch_problems(settings, check_image.TorchFacts(**torch))
+    assert len(problems) == len(keys)
+    assert all(re.search(rf"\b{key}\b", problem) for key, problem in zip(keys, problems, strict=True))
 
 
 # --- the image
 
 
-@pytest.fixture
-def image_folder(tmp_path: Path) -> Path:
+def test_a_problem_fails_the_build_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"generation": "hopper", "torch": "2.13.0", "min_driver": 580, "lock_sha256": "aa", "num_packages": 150}
-    facts["attention"] = "none"
-    (tmp_path / "packages.json").write_text(json.dumps(facts))
+    (tmp_path / "packages.json").write_text(json.dumps(facts | {"attention": "none"}))
     (tmp_path / "sources.sha256").write_text("cc\n")
-    return tmp_path
-
-
-def test_a_problem_fails_the_build_and_nothing_is_written(
-    image_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("TORCH", "2.10.0")
-    assert check_image.main(["image", str(image_folder)]) == 1
-    assert "error: the build argument TORCH is 2.10.0, but the image has 2.13.0" in capsys.readouterr().err
-    assert not (image_folder / "image.json").exists()
+    assert check_image.main(["image", str(tmp_path)]) == 1
+    assert not (tmp_path / "image.json").exists()
     monkeypatch.delenv("TORCH")
-    assert check_image.main(["image", str(image_folder)]) == 0
-    assert json.loads((image_folder / "image.json").read_text())["sources_sha256"] == "cc"
+    assert check_image.main(["image", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "image.json").read_text())["sources_sha256"] == "cc"

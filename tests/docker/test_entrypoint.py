@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
-SOURCES = ("src", "hydra_configs", "recipes", "docker")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -30,7 +29,7 @@ def script(path: Path, text: str) -> None:
 def checkout(tmp_path: Path) -> Path:
     """Enough of a checkout to be hashed."""
     folder = tmp_path / "checkout"
-    for name in SOURCES:
+    for name in ("src", "hydra_configs", "recipes", "docker"):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text(name)
     (folder / "pyproject.toml").write_text("[project]\n")
@@ -46,7 +45,8 @@ def image(tmp_path: Path, checkout: Path) -> Path:
     for name in ("entrypoint.sh", "sources_hash.sh"):
         shutil.copy(DOCKER / name, folder)
     (folder / "image.json").write_text("{}")
-    (folder / "sources.sha256").write_text(hash_of(checkout) + "\n")
+    sources_hash = subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(checkout)], text=True)
+    (folder / "sources.sha256").write_text(sources_hash)
     return folder
 
 
@@ -74,25 +74,13 @@ def run(tmp_path: Path, image: Path, checkout: Path) -> Run:
     return call
 
 
-def hash_of(checkout: Path) -> str:
-    return subprocess.check_output([str(DOCKER / "sources_hash.sh"), str(checkout)], text=True).strip()
-
-
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """What a refusal says; a request that is wrong ends with 2 and prints nothing else."""
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    return done.stderr
-
-
-# --- what it runs
-
-
 def test_it_runs_tunebook_with_the_arguments_as_they_are(run: Run, checkout: Path, tmp_path: Path) -> None:
     done = run("train", "quickstart", "a.b=[1,2]", "m=x y")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"tunebook:train quickstart a.b=[1,2] m=x y home={checkout} ca="
+    for words in ((), ("train", "-h")):  # help is printed whatever is wrong
+        done = run(*words, HF_HOME="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
+        assert (done.returncode, done.stdout.startswith(f"tunebook:{' '.join(words)}")) == (0, True)
     script(tmp_path / "programs" / "tunebook", "exit 6")
     assert run("train").returncode == 6
 
@@ -115,51 +103,23 @@ def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image
     assert (process.returncode, said) == (128 + signal.SIGINT, "")
 
 
-@pytest.mark.parametrize("words", [(), ("train", "-h")])
-def test_help_is_printed_whatever_is_wrong(run: Run, words: tuple[str, ...]) -> None:
-    done = run(*words, HF_HOME="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"tunebook:{' '.join(words)}")
-
-
-def test_a_sites_certificates_are_trusted_at_run_time(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "ca").write_text("")
-    assert run("list").stdout.endswith("ca=")
+def test_on_request_the_images_own_sources_are_used_and_a_sites_certificates_are_trusted(
+    run: Run, checkout: Path, tmp_path: Path
+) -> None:
     (tmp_path / "ca").write_text("-----BEGIN CERTIFICATE-----")
-    assert run("list").stdout.endswith(f"ca={tmp_path / 'ca'}")
-
-
-# --- what it refuses
-
-
-def test_on_request_the_images_own_sources_and_recipes_are_used(run: Run, checkout: Path) -> None:
     (checkout / "src" / "file").write_text("changed")
+    assert run("plan").returncode == 2
     done = run("plan", TUNEBOOK_USE_IMAGE_SOURCES="1")
-    assert done.returncode == 0, done.stderr
-    assert " home= " in done.stdout
+    assert (done.returncode, done.stdout) == (0, f"tunebook:plan home= ca={tmp_path / 'ca'}"), done.stderr
 
 
 def test_caches_that_are_not_writable_are_refused(run: Run) -> None:
     for name in ("HOME", "TUNEBOOK_CACHE", "HF_HOME"):
-        assert "/proc/none in the container is not writable" in refused(run("train", **{name: "/proc/none"}))
+        done = run("train", **{name: "/proc/none"})
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "/proc/none" in done.stderr
     # Without downloads the models may be read-only.
     assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="1").returncode == 0
-    assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="0").returncode == 2
-
-
-# --- the scripts of the build
-
-
-def with_site(folder: Path, *words: str) -> str:
-    """Run with_site.sh with the secrets of a folder."""
-    done = subprocess.run(
-        [str(DOCKER / "with_site.sh"), *words], env={"PATH": "/usr/bin:/bin", "TUNEBOOK_SECRETS": str(folder)},
-        capture_output=True, text=True, check=True, timeout=30,
-    )  # fmt: skip
-    return done.stdout
-
-
-PRINT = ("bash", "-c", 'echo "$PIP_CERT|$SSL_CERT_FILE|$PIP_CONFIG_FILE|$APT_CONFIG"; cat "${APT_CONFIG:-/dev/null}"')
 
 
 def test_a_build_gets_a_sites_secrets_for_one_command_and_leaves_no_file(tmp_path: Path) -> None:
@@ -167,7 +127,14 @@ def test_a_build_gets_a_sites_secrets_for_one_command_and_leaves_no_file(tmp_pat
         (tmp_path / name).write_text("x")
     (tmp_path / "apt_conf").write_text('Acquire::Retries "3";\n')
     before = set(Path("/dev/shm").iterdir())
-    first, *rest = with_site(tmp_path, *PRINT).splitlines()
-    assert first.split("|")[:3] == [str(tmp_path / "ca"), str(tmp_path / "ca"), str(tmp_path / "pip_conf")]
-    assert rest == [f'Acquire::https::CAInfo "{tmp_path}/ca";', 'Acquire::Retries "3";']
+    program = 'echo "$PIP_CERT|$SSL_CERT_FILE|$PIP_CONFIG_FILE"; cat "$APT_CONFIG"'
+    printed = subprocess.check_output(
+        [str(DOCKER / "with_site.sh"), "bash", "-c", program], text=True, timeout=30,
+        env={"PATH": "/usr/bin:/bin", "TUNEBOOK_SECRETS": str(tmp_path)},
+    )  # fmt: skip
+    assert printed.splitlines() == [
+        f"{tmp_path / 'ca'}|{tmp_path / 'ca'}|{tmp_path / 'pip_conf'}",
+        f'Acquire::https::CAInfo "{tmp_path}/ca";',
+        'Acquire::Retries "3";',
+    ]
     assert not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("tmp.")} - before

@@ -62,42 +62,37 @@ SPEC.loader.exec_module(make_locks)
 
 @pytest.mark.parametrize("source", sorted(set(SOURCES) - PARTS))
 def test_a_lock_holds_what_its_in_file_asks_for(source: str) -> None:
-    asked = versions(source)
-    assert asked
+    required = versions(source)
+    assert required
     locked: dict[str, str] = {}
     for lock in TURNED_INTO.get(source, (source.replace(".in", ".lock"),)):
         locked |= versions(lock)
-    assert {name: locked.get(name, "is not in the lock: make lock") for name in asked} == asked
+    assert {name: locked.get(name, "is not in the lock: make lock") for name in required} == required
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_lock_was_made_after_its_in_file(source: str) -> None:
     """The lock names the `.in` file under each package, so an added or removed line is noticed."""
     own = [line for line in (DOCKER / source).read_text().splitlines() if re.match(r"\w", line)]
-    asked = {canonicalize_name(Requirement(line.split(" #")[0]).name) for line in own}
+    required = {canonicalize_name(Requirement(line.split(" #")[0]).name) for line in own}
     used = 0
     for lock in LOCKS:
         blocks = make_locks.split_blocks((DOCKER / lock).read_text())
-        said = {name for name, block in blocks.items() if re.search(rf"-r docker/{re.escape(source)}$", block, re.M)}
-        assert said in (set(), asked), f"{lock} is older than {source}: make lock"
-        used += bool(said)
+        named = {name for name, block in blocks.items() if re.search(rf"-r docker/{re.escape(source)}$", block, re.M)}
+        assert named in (set(), required), f"{lock} is older than {source}: make lock"
+        used += bool(named)
     assert used >= 1
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_locked_package_has_one_version_and_a_hash(name: str) -> None:
+def test_every_locked_package_has_one_version_and_a_hash_and_no_address(name: str) -> None:
     blocks = make_locks.split_blocks((DOCKER / name).read_text())
     assert len(blocks) >= 1
     without = [package for package, block in blocks.items() if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", block)]
     assert without == []
     assert set(versions(name)) == set(blocks)
-
-
-@pytest.mark.parametrize("name", LOCKS)
-def test_no_lock_names_an_address(name: str) -> None:
-    assert (
-        re.findall(r"\w+://\S*|--(?:index|extra|find|trusted)\S*| @ |(?<=\s)/\w\S*", (DOCKER / name).read_text()) == []
-    )
+    addresses = r"\w+://\S*|--(?:index|extra|find|trusted)\S*| @ |(?<=\s)/\w\S*"
+    assert re.findall(addresses, (DOCKER / name).read_text()) == []
 
 
 # --- the locks together
@@ -158,9 +153,9 @@ def covered(capabilities: list[str], architectures: list[str]) -> bool:
         ours, theirs = (tuple(map(int, text.split("."))) for text in (architecture, capability))
         return ours[0] == theirs[0] and ours[1] <= theirs[1]
 
-    return all(any(serves(one, capability) for one in architectures) for capability in capabilities) and all(
-        any(serves(one, capability) for capability in capabilities) for one in architectures
-    )
+    return all(
+        any(serves(architecture, capability) for architecture in architectures) for capability in capabilities
+    ) and all(any(serves(architecture, capability) for capability in capabilities) for architecture in architectures)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

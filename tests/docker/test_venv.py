@@ -141,17 +141,13 @@ def test_nothing_starts_while_it_is_set_up(venv, refused):
 # --- what leaves it as it is
 
 
-def test_without_a_gpu_here_the_packages_that_are_there_are_taken(venv):
+def test_without_a_gpu_here_the_packages_that_are_there_are_taken(venv, refused):
     """As on the node of a cluster that submits jobs."""
     for command in ("plan quickstart", "report", "train mine --dry-run"):
         done = venv.front("run", *command.split())
         assert (done.returncode, done.stdout) == (0, f"<{command}>\n"), done.stderr
         assert "in .venv with the packages of docker/hopper: " in done.stderr
-    assert changes(venv) == []
-
-
-def test_packages_of_another_generation_are_not_replaced_unasked(venv, refused):
-    refused(venv.front(*TRAIN, WHERE="local", GPU="cpu"))  # fmt: skip
+    refused(venv.front(*TRAIN, WHERE="local", GPU="cpu"))  # packages of another generation are not replaced unasked
     venv.gpus(H200.replace("9.0", "8.0"))
     refused(venv.front(*TRAIN, WHERE="local"))
     assert changes(venv) == []

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tunebook.evaluate.results import Answer
-from tunebook.record.answer_faults import FAULTS, count_faults, fault_rows, fault_warnings, find_faults
+from tunebook.record.answer_faults import FAULTS, count_faults, fault_warnings, find_faults
 
 
 def record(num_answers: int = 200, task: str = "gsm8k", **counts: int) -> dict[str, Any]:
@@ -21,7 +19,6 @@ PROSE = (
 TABLE = "| year | mills | flour |\n|---|---|---|\n" + "".join(f"| {1900 + n} | {n * 7 % 13} | 0 |\n" for n in range(60))
 RIGHT = {
     "yes": "yes",
-    "decimals": "0.0 0.0 0.0 0.0",
     "prose": PROSE,
     "table": TABLE,
     "zeros": "[" + ", ".join(["0"] * 64) + "]",
@@ -30,17 +27,6 @@ RIGHT = {
     "thought": "<think>Seven times six is forty-two, of course.</think>42",
     "loop in the middle": "ho " * 18 + PROSE,
 }
-
-
-@pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT.keys())
-def test_a_right_answer_has_no_fault(text: str) -> None:
-    assert find_faults(text, is_cut=False) == set()
-    assert find_faults(text, is_cut=True) == {"endless"}
-
-
-@pytest.mark.parametrize("text", ["", " \n\t", "<think>Nothing to say.</think>\n", "</think>"])
-def test_empty(text: str) -> None:
-    assert find_faults(text, is_cut=False) == {"empty"}
 
 
 LOOPS = {
@@ -52,9 +38,14 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS.keys())
-def test_looping(text: str) -> None:
-    assert find_faults(text, is_cut=False) == {"looping"}
+def test_faults_of_one_answer() -> None:
+    for name, text in RIGHT.items():
+        assert find_faults(text, is_cut=False) == set(), name
+        assert find_faults(text, is_cut=True) == {"endless"}, name
+    for text in ("", " \n\t", "<think>Nothing to say.</think>\n", "</think>"):
+        assert find_faults(text, is_cut=False) == {"empty"}
+    for name, text in LOOPS.items():
+        assert find_faults(text, is_cut=False) == {"looping"}, name
 
 
 def answer(item: int, responses: list[object], max_new_tokens: int | None) -> Answer:
@@ -82,29 +73,7 @@ def test_more_faults_than_before_are_a_warning() -> None:
     assert "30.0% (60 of 200)" in line
     assert "5.0% (10 of 200) before" in line
     assert len(fault_warnings(record(), record(empty=30))) == 1
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (record(endless=60), record(endless=10)),
-        (record(endless=10), record(endless=18)),  # less than the margin
-        (None, record(endless=200)),
-        (record(task="other"), record(endless=200)),
-    ],
-)
-def test_no_warning(before: Any, after: Any) -> None:
-    assert fault_warnings(before, after) == []
-
-
-def test_the_report_lists_the_faults_that_there_were() -> None:
-    rows = fault_rows(record(endless=190, looping=4), record(endless=2))
-    assert [(row["before"], row["after"], row["is_warning"]) for row in rows] == [
-        ("2.0% (4 of 200)", "0.0% (0 of 200)", False),
-        ("95.0% (190 of 200)", "1.0% (2 of 200)", False),
-    ]
-    assert [(row["example"], row["example_when"]) for row in rows] == [
-        ("looping answer", "before"),
-        ("endless answer", "after"),
-    ]
-    assert fault_rows(None, {"tasks": {}}) == []
+    assert fault_warnings(record(endless=60), record(endless=10)) == []
+    assert fault_warnings(record(endless=10), record(endless=18)) == []  # less than the margin
+    for before in (None, record(task="other")):
+        assert fault_warnings(before, record(endless=200)) == []

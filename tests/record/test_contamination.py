@@ -14,9 +14,11 @@ from tunebook.record.contamination import (
     is_warning,
     needs_check,
     refuse_contaminated,
-    result_lines,
-    score_lines,
 )
+from tunebook.record.report import render_run
+from tunebook.record.run_record import read_run
+
+from .conftest import MakeRun
 
 
 def group(exact: int = 0, overlapping: int = 0, passages: int = 0, total: int = 1000) -> dict[str, Any]:
@@ -34,39 +36,16 @@ def test_the_warning_begins_at_one_in_a_hundred(counts: dict[str, Any], expected
     assert is_warning(counts) is expected
 
 
-def test_only_groups_with_items_that_were_found_have_a_line() -> None:
-    assert result_lines({"a": group(), "b": group(20), "validation": group(total=50)}, None) == [
-        "warning: contamination: b: of 1,000 items, 20 whole question found, 0 part found, 0 passage found, 980 clean"
-    ]
-    assert len(result_lines({"a": group()}, None)) == len(result_lines({}, "x.jsonl is gone")) == 1
-
-
-def test_scores_of_an_evaluation_in_words() -> None:
-    scores = {
-        "clean": {"value": 0.712, "stderr": 0.009, "num_items": 2023},
-        "exact": {"value": 1.0, "stderr": None, "num_items": 1},
-    }
-    tasks = {"boolq": {"scores": scores}, "other": {"scores": {}}}
-    assert score_lines({"contamination": {"tasks": tasks}}) == [
-        "boolq: 71.2 % ± 0.9 on 2,023 items (clean), 100.0 % on 1 item (whole question found)"
-    ]
-    assert score_lines({"contamination": None}) == score_lines({}) == score_lines(None) == []
-
-
 def test_what_needs_no_check(run_config: RunConfig) -> None:
-    asked = replace(run_config, evaluation=EvaluationConfig(tasks=["boolq"]))
-    assert needs_check(asked)
-    assert not needs_check(replace(asked, evaluation=EvaluationConfig(tasks=[])))
-    assert not needs_check(replace(asked, evaluation=EvaluationConfig(tasks=["boolq"], after=False)))
+    evaluated = replace(run_config, evaluation=EvaluationConfig(tasks=["boolq"]))
+    assert needs_check(evaluated)
+    assert not needs_check(replace(evaluated, evaluation=EvaluationConfig(tasks=[])))
+    assert not needs_check(replace(evaluated, evaluation=EvaluationConfig(tasks=["boolq"], after=False)))
     off = EvaluationConfig(tasks=["boolq"], contamination=Contamination.disabled)
-    assert not needs_check(replace(asked, evaluation=off))
-    assert not needs_check(replace(asked, dataset=DatasetConfig(source=Source.synthetic)))
+    assert not needs_check(replace(evaluated, evaluation=off))
+    assert not needs_check(replace(evaluated, dataset=DatasetConfig(source=Source.synthetic)))
     held = DatasetConfig(path="x.jsonl", validation_share=0.1)
-    assert needs_check(replace(asked, dataset=held, evaluation=EvaluationConfig(tasks=[])))
-
-
-def refusing(config: RunConfig) -> RunConfig:
-    return replace(config, evaluation=replace(config.evaluation, contamination=Contamination.refuse))
+    assert needs_check(replace(evaluated, dataset=held, evaluation=EvaluationConfig(tasks=[])))
 
 
 @pytest.mark.parametrize(
@@ -76,17 +55,68 @@ def refusing(config: RunConfig) -> RunConfig:
 def test_a_whole_item_or_one_of_a_hundred_in_part_is_refused(
     counts: dict[str, Any], is_refused: bool, tmp_path: Path, run_config: RunConfig
 ) -> None:
+    config = replace(run_config, evaluation=EvaluationConfig(tasks=[], contamination=Contamination.refuse))
+    with pytest.raises(DataError) as error:
+        refuse_contaminated(tmp_path, config)
+    assert error.value.problem_id == "contamination-not-checked"
     (tmp_path / "contamination.json").write_text(json.dumps({"not_checked": None, "groups": {"boolq": counts}}))
     refuse_contaminated(tmp_path, run_config)
     if not is_refused:
-        refuse_contaminated(tmp_path, refusing(run_config))
+        refuse_contaminated(tmp_path, config)
         return
     with pytest.raises(DataError) as error:
-        refuse_contaminated(tmp_path, refusing(run_config))
+        refuse_contaminated(tmp_path, config)
     assert (error.value.exit_code, error.value.problem_id) == (4, "contaminated")
 
 
-def test_a_check_that_left_nothing_is_refused(tmp_path: Path, run_config: RunConfig) -> None:
-    with pytest.raises(DataError) as error:
-        refuse_contaminated(tmp_path, refusing(run_config))
-    assert error.value.problem_id == "contamination-not-checked"
+# --- on the page
+
+
+EXAMPLE = {"item": 4, "kind": "overlapping", "text": "is it <b>a mill</b>", "document": "train.jsonl:17"}
+GROUP = {
+    "num_items": 50, "num_exact": 0, "num_overlapping": 5, "num_shared_passage": 0, "num_clean": 45,
+    "examples": [EXAMPLE],
+}  # fmt: skip
+SCORES = {
+    "clean": {"value": 0.5, "stderr": 0.07, "num_items": 45},
+    "overlapping": {"value": 0.8, "stderr": None, "num_items": 5},
+}
+
+
+def checked(run: Path, **changes: Any) -> Path:
+    groups = {"example": GROUP, "validation": {**GROUP, "examples": []}}
+    content = {"not_checked": None, "num_documents": 5120, "groups": groups}
+    (run / "contamination.json").write_text(json.dumps(content | changes))
+    file = run / "evaluation" / "after.json"
+    record = json.loads(file.read_text())
+    record["contamination"] = {"not_checked": None, "tasks": {"example": {**GROUP, "scores": SCORES}}}
+    file.write_text(json.dumps(record))
+    (run / "evaluation" / "eval-1.json").write_text(json.dumps(record | {"when": "eval-1"}))
+    return run
+
+
+def test_counts_scores_and_examples(make_run: MakeRun) -> None:
+    run = make_run()
+    assert '<section id="contamination">' not in render_run(read_run(run))
+    page = render_run(read_run(checked(run)))
+    for label, count in (("whole question", "0"), ("a part", "5 (10.0%)"), ("clean", "45 (90.0%)")):
+        assert page.count(f'data-label="{label}">{count}</td>') == 2
+    assert "example, item 4: part found in train.jsonl:17</p>" in page
+    assert page.count("example: 50.0 % ± 7.0 on 45 items (clean), 80.0 % ± 20.0 on 5 items (part found)") == 2
+    assert "is it &lt;b&gt;a mill&lt;/b&gt;" in page
+    assert page.count(">contaminated</span>") == 2
+    assert "train.jsonl is gone" in render_run(read_run(checked(run, not_checked="train.jsonl is gone", groups={})))
+
+
+def test_faults_are_on_the_page(make_run: MakeRun) -> None:
+    run = make_run()
+    for when, endless in (("before", 1), ("after", 40)):
+        file = run / "evaluation" / f"{when}.json"
+        record = json.loads(file.read_text())
+        counts = {"num_answers": 50, "empty": 0, "looping": 0, "endless": endless}
+        record["answer_faults"] = {"example": {**counts, "examples": {"endless": {"item": 1, "end": "<i>so on"}}}}
+        file.write_text(json.dumps(record))
+    page = render_run(read_run(run))
+    assert "80.0% (40 of 50)" in page
+    assert "more than before" in page
+    assert "&lt;i&gt;so on" in page

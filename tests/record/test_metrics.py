@@ -32,15 +32,12 @@ def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_truncated_last_line_is_dropped(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_dropped_and_a_broken_one_in_the_middle_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     remove_later_lines(tmp_path, 1, {})
     write_line(tmp_path, {"step": 2, "loss": 1.5})
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
-
-
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl line 2") as raised:
         read_metrics(tmp_path)
@@ -71,9 +68,6 @@ def test_steps_around_a_stop_count_once() -> None:
     ]
     assert by_schedule(lines, 5) == [(5, 4.0), (10, pytest.approx((4 * 3.0 + 1.0) / 5))]
     assert by_schedule([lines[0], lines[1] | {"loss": None}, lines[2]], 5) == [(5, 4.0), (10, None)]
-
-
-def test_partly_logged_window_is_left_out() -> None:
-    # Killed after step 10, whose line had five steps, and resumed from step 8.
+    # Killed after step 10, whose line had five steps, and resumed from step 8: a partly logged window is left out.
     lines = [{"step": step, "num_steps": num, "loss": 20.0 - step} for step, num in ((5, 5), (10, 2), (15, 5))]
     assert by_schedule(lines, 5) == [(5, 15.0), (15, 5.0)]

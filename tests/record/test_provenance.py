@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -14,11 +13,9 @@ from tunebook.files import sha256_file
 from tunebook.record import provenance
 from tunebook.record.locks import installed_versions
 from tunebook.record.provenance import (
-    _VARIABLES,
     describe_code,
     describe_command,
     describe_environment,
-    shorten_paths,
 )
 
 
@@ -43,13 +40,9 @@ def commit(folder: Path) -> str:
     return git(folder, "rev-parse", "HEAD")
 
 
-def test_a_clean_checkout_has_a_commit_and_no_difference(checkout: Path) -> None:
+def test_code_is_its_commit_and_a_hash_of_what_was_changed_and_added(checkout: Path) -> None:
     head = commit(checkout)
     assert describe_code(checkout) == {"git_commit": head, "git_diff_sha256": None, "is_clean": True, "reason": None}
-
-
-def test_changed_and_added_code_is_hashed_by_content(checkout: Path) -> None:
-    commit(checkout)
     hashes = []
     for name, text in (
         ("code.py", "x = 2\n"),
@@ -76,24 +69,6 @@ def test_missing_commit_checkout_or_git_is_null_with_a_reason(
     assert describe_code(tmp_path)["reason"] == "the book is not a git checkout"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert describe_code(checkout)["reason"] == "git is not installed"
-
-
-def test_only_variables_of_libraries_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(_VARIABLES):
-            monkeypatch.delenv(name)
-    assert describe_environment("cpu")["variables"] == {}
-    monkeypatch.setenv("HOME", "/home/someone")
-    found = {"NCCL_CONF_FILE": "/home/someone/nccl.conf", "PYTORCH_ALLOC_CONF": "expandable_segments:False",
-             "NVIDIA_TF32_OVERRIDE": "0", "HF_TOKEN": "hf_1", "NVIDIA_VISIBLE_DEVICES": "all",
-             "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_HOME": "/t",
-             "TORCHINDUCTOR_CACHE_DIR": "/c"}  # fmt: skip
-    for name, text in found.items():
-        monkeypatch.setenv(name, text)
-    assert describe_environment("cpu")["variables"] == {
-        "NCCL_CONF_FILE": "~/nccl.conf", "NVIDIA_TF32_OVERRIDE": "0",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:False", "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1",
-    }  # fmt: skip
 
 
 @pytest.fixture
@@ -125,7 +100,7 @@ def test_code_of_an_image_is_the_one_it_was_built_from(checkout: Path, image_fil
     }  # fmt: skip
 
 
-def test_lock_of_an_image_is_the_one_it_was_built_from(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_has_the_lock_that_it_was_built_from(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = "a.registry/tunebook@sha256:abc"
     monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", reference)
     environment = describe_environment("cpu")  # whatever the run computes on
@@ -135,83 +110,55 @@ def test_lock_of_an_image_is_the_one_it_was_built_from(image_file: Path, monkeyp
         "generation": "ampere", "sources_sha256": "2" * 64, "torch": "2.13.0", "cuda": "13.0",
         "attention": "flash-attn-2", "base_image": "debian:12.12-slim",
     }  # fmt: skip
-
-
-def test_unchanged_image_has_its_lock(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = installed_versions()
-    found.pop("tunebook", None)
-    image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": found}))
+    packages = installed_versions() | {"torch": "2.13.1"}
+    del packages["pytest"]  # the lock of what checks the project may be installed besides
+    packages.pop("tunebook", None)
+    image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": packages}))
     monkeypatch.setattr(platform, "python_version", lambda: "3.11.2")
     environment = describe_environment("cpu")
-    assert environment["lock"] == {"name": "ampere", "sha256": "1" * 64, "differences": {}, "reason": None}
-    assert environment["lock_sha256"] == "1" * 64
-    changed = found | {"torch": "2.13.0", "flash-attn": "2.8.3.post2"}
-    changed.pop("pytest")  # the lock of what checks the project may be installed besides
-    image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": changed}))
-    environment = describe_environment("cpu")
-    assert environment["lock_sha256"] is None
+    assert (environment["lock"]["name"], environment["lock_sha256"]) == ("ampere", None)
     assert environment["lock"]["differences"] == {
-        "flash-attn": {"installed": None, "locked": "2.8.3.post2"},
-        "torch": {"installed": found["torch"], "locked": "2.13.0"},
+        "torch": {"installed": installed_versions()["torch"], "locked": "2.13.1"}
     }
 
 
-@pytest.fixture
-def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A book with one lock that contains the installed torch."""
-    (tmp_path / "docker" / "hopper").mkdir(parents=True)
+def test_a_lock_is_claimed_only_without_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "book_root", lambda: tmp_path)
     monkeypatch.setattr(provenance, "installed_versions", lambda: {"torch": "2.11.0", "numpy": "2.4.6"})
-    monkeypatch.setattr(platform, "python_version", lambda: "3.11.9")
-    monkeypatch.delenv("TUNEBOOK_IMAGE_FILE", raising=False)
-    return tmp_path
+    lock = tmp_path / "docker" / "hopper" / "requirements.lock"
+    lock.parent.mkdir(parents=True)
+    for locked, python, expected in (
+        ("torch==2.11.0\nnumpy==2.4.6", "3.11.9", set()),
+        ("torch==2.13.0\ntrl==1.16.0", "3.11.9", {"torch", "numpy", "trl"}),
+        ("torch==2.11.0\nnumpy==2.4.6", "3.12.3", {"python"}),
+    ):
+        lock.write_text(locked)
+        monkeypatch.setattr(platform, "python_version", lambda python=python: python)
+        environment = describe_environment("hopper")
+        assert environment["lock"]["differences"].keys() == expected
+        assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
+        assert environment["lock_sha256"] == (None if expected else sha256_file(lock))
 
 
-@pytest.mark.parametrize(
-    ("locked", "python", "expected"),
-    [
-        ("torch==2.11.0\nnumpy==2.4.6", "3.11.9", {}),
-        ("torch==2.13.0\nnumpy==2.4.6", "3.11.9", {"torch": ("2.11.0", "2.13.0")}),
-        ("torch==2.11.0", "3.11.9", {"numpy": ("2.4.6", None)}),
-        ("torch==2.11.0\nnumpy==2.4.6\ntrl==1.16.0", "3.11.9", {"trl": (None, "1.16.0")}),
-        ("torch==2.11.0\nnumpy==2.4.6", "3.12.3", {"python": ("3.12.3", "3.11")}),
-    ],
-)
-def test_a_lock_is_claimed_only_without_differences(
-    book: Path, monkeypatch: pytest.MonkeyPatch, locked: str, python: str, expected: dict[str, tuple[str, str]]
-) -> None:
-    lock = book / "docker" / "hopper" / "requirements.lock"
-    lock.write_text(locked)
-    monkeypatch.setattr(platform, "python_version", lambda: python)
-    environment = describe_environment("hopper")
-    found = {name: (one["installed"], one["locked"]) for name, one in environment["lock"]["differences"].items()}
-    assert (found, environment["lock_sha256"]) == (expected, None if expected else sha256_file(lock))
-    assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
-
-
-def test_generations_that_share_an_image_share_its_lock() -> None:
-    for generation, image in (("ada", "ampere"), ("turing", "volta")):
-        found = describe_environment(generation)["lock"]
-        assert (found["name"], found["sha256"]) == (image, describe_environment(image)["lock"]["sha256"])
-        assert found["sha256"] is not None
-
-
-def test_commands_are_recorded_without_the_home_and_book_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
+def test_variables_and_commands_are_recorded_without_secrets_and_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = describe_environment("cpu")["variables"]
+    variables = {
+        "HOME": "/home/someone", "NCCL_CONF_FILE": "/home/someone/nccl.conf", "NVIDIA_TF32_OVERRIDE": "0",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False", "HF_TOKEN": "hf_1", "NVIDIA_VISIBLE_DEVICES": "all",
+        "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_HOME": "/t", "TORCHINDUCTOR_CACHE_DIR": "/c",
+        "WANDB_API_KEY": "0123456789abcdef0123", "NCCL_SECRET": "something-secret-and-long",
+        "NCCL_DEBUG_FILE": "/tmp/0123456789abcdef0123",
+    }  # fmt: skip
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert describe_environment("cpu")["variables"] == recorded | {
+        "NCCL_CONF_FILE": "~/nccl.conf", "NVIDIA_TF32_OVERRIDE": "0", "NCCL_DEBUG_FILE": "/tmp/***",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False", "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    words = ["tunebook", "train", "--recipes-dir", "/x/0123456789abcdef0123", "seed=1"]
+    assert describe_command(words) == ["tunebook", "train", "--recipes-dir", "/x/***", "seed=1"]
     arguments = ["dataset.path=/home/someone/data.jsonl", f"model.path={book_root()}/recipes/x", "a=/home/someones/b"]
     assert describe_command(["/home/someone/.venv/bin/tunebook", *arguments]) == [
         "tunebook", "dataset.path=~/data.jsonl", "model.path=book:recipes/x", "a=/home/someones/b",
     ]  # fmt: skip
     assert describe_command(["/x/tunebook/__main__.py", "plan"]) == ["tunebook", "plan"]
-    assert shorten_paths("/home/someone") == "~"
-
-
-def test_no_secret_is_recorded_of_a_command_line_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
-    monkeypatch.setenv("NCCL_SECRET", "something-secret-and-long")
-    monkeypatch.setenv("NCCL_DEBUG_FILE", "/tmp/0123456789abcdef0123")
-    words = ["tunebook", "train", "--recipes-dir", "/x/0123456789abcdef0123", "seed=1"]
-    assert describe_command(words) == ["tunebook", "train", "--recipes-dir", "/x/***", "seed=1"]
-    variables = describe_environment("cpu")["variables"]
-    assert variables["NCCL_DEBUG_FILE"] == "/tmp/***"
-    assert "NCCL_SECRET" not in variables

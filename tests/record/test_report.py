@@ -13,6 +13,7 @@ from tunebook.errors import RequestError
 from tunebook.record.report import write_report
 from tunebook.record.run_folder import create_run_folder
 
+PARTS = ("plan.json", "manifest.json", "evaluation/before.json", "evaluation/after.json")
 EVIL = "<script>document.title = 'owned'</script><img src=https://example.invalid/x onerror=document.title='owned'>"
 
 
@@ -52,13 +53,19 @@ def evil_evaluation() -> dict[str, object]:
     return {"tasks": {EVIL: task}, "samples": [sample], "baseline": None}
 
 
-@pytest.mark.parametrize("changes", [{"after": evil_evaluation()}, {"ranks": 8}], ids=["evil", "gpus"])
+@pytest.mark.parametrize(
+    "changes", [{"after": evil_evaluation()}, {"ranks": 8, "num_steps": 3000}, {"num_steps": 0, "without": PARTS}]
+)
 def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path, changes: dict[str, object]) -> None:
     write_report([make_run(**changes)], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
+    assert len(page) < 400_000
     parser = Links()
     parser.feed(page)
     assert (parser.links, parser.scripts, parser.open) == ([], 1, [])
+    assert parser.out_of_reach == []
+    assert parser.levels[0] == 1
+    assert all(later - earlier <= 1 for earlier, later in pairwise(parser.levels)), "a level of headings is left out"
     style = page[page.index("<style>") : page.index("</style>")]
     assert "url(" not in style
     assert "@import" not in style
@@ -67,35 +74,6 @@ def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path,
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in page
     assert "<script>document" not in page
-
-
-def test_a_keyboard_and_a_screen_reader_get_everywhere(make_run, tmp_path: Path) -> None:
-    runs = [make_run(after=evil_evaluation()), make_run("2026-11-21T07-18-06Z", rate=3e-5)]
-    write_report(runs[:1], tmp_path / "run.html")
-    write_report(runs, tmp_path / "runs.html")
-    for name in ("run.html", "runs.html"):
-        links = Links()
-        links.feed((tmp_path / name).read_text())
-        assert (links.links, links.open) == ([], [])
-        assert links.out_of_reach == []
-        assert links.levels[0] == 1
-        assert all(later - earlier <= 1 for earlier, later in pairwise(links.levels)), "a level is left out"
-
-
-def test_missing_parts_are_named(make_run, tmp_path: Path) -> None:
-    missing = ("plan.json", "manifest.json", "evaluation/before.json", "evaluation/after.json")
-    write_report([make_run(num_steps=0, without=missing)], tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    for sentence in (
-        "This folder has no manifest.json", "This run has no evaluation.", "No sample answers were recorded.",
-        "No training step was logged.", "there is no plan.json", "What the run was trained on was not recorded.",
-    ):  # fmt: skip
-        assert sentence in page
-
-
-def test_a_long_run_stays_a_small_page(make_run, tmp_path: Path) -> None:
-    write_report([make_run(num_steps=3_000)], tmp_path / "report.html")
-    assert (tmp_path / "report.html").stat().st_size < 400_000
 
 
 def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path: Path) -> None:

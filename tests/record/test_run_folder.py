@@ -46,32 +46,21 @@ def test_processes_that_start_in_the_same_second_never_share_a_folder(tmp_path: 
         assert process.exitcode == 0
     folders = [path for path in (tmp_path / "quickstart").iterdir() if not path.is_symlink()]
     assert len(folders) == 40
-    assert (tmp_path / "quickstart" / "latest").resolve() in [folder.resolve() for folder in folders]
-
-
-def test_latest_is_a_relative_link_to_the_newest(tmp_path: Path) -> None:
-    create_run_folder(tmp_path / "outputs", "quickstart")
-    newest = create_run_folder(tmp_path / "outputs", "quickstart")
-    shutil.move(tmp_path / "outputs", tmp_path / "moved")
-    link = tmp_path / "moved" / "quickstart" / "latest"
-    assert link.readlink() == Path(newest.name)
-    assert link.resolve() == tmp_path / "moved" / "quickstart" / newest.name
-
-
-def test_outputs_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "outputs").touch()
-    with pytest.raises(RequestError, match=r"outputs is a file") as raised:
-        create_run_folder(tmp_path / "outputs", "quickstart")
-    assert raised.value.problem_id == "outputs-not-writable"
+    newest = create_run_folder(tmp_path, "quickstart")
+    shutil.move(tmp_path / "quickstart", tmp_path / "moved")
+    assert (tmp_path / "moved" / "latest").readlink() == Path(newest.name)
 
 
 def test_outputs_that_cannot_be_written_to_is_refused_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere, so permissions do not tell
-    with pytest.raises(RequestError, match="may not write in it"):
-        create_run_folder(tmp_path / "outputs", "quickstart")
-    assert not list(tmp_path.iterdir())
+    for outputs in (tmp_path / "outputs", tmp_path / "file"):
+        with pytest.raises(RequestError) as raised:
+            create_run_folder(outputs, "quickstart")
+        assert raised.value.problem_id == "outputs-not-writable"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_runs_are_found_oldest_first_and_other_folders_are_not_runs(tmp_path: Path) -> None:
@@ -112,21 +101,15 @@ def test_path_is_not_read_as_a_recipe(tmp_path: Path, monkeypatch: pytest.Monkey
             resolve_run(text, Path("outputs"))
 
 
-def test_a_recipes_name_is_no_pattern(tmp_path: Path) -> None:
-    make_run(tmp_path, "a1")
-    with pytest.raises(RequestError, match=r"there is no run 'a\*'"):
-        resolve_run("a*", tmp_path)
-    assert find_runs(tmp_path, "[a]1") == []
-
-
 def test_an_unknown_run_lists_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"tunebook train quickstart") as error:
+    with pytest.raises(RequestError) as error:
         resolve_run("latest", tmp_path)
     assert error.value.problem_id == "unknown-run"
     runs = [make_run(tmp_path, "quickstart", second) for second in range(10)]
-    with pytest.raises(RequestError, match=r"no run 'quickstrat'\. Did you mean 'quickstart'\?") as error:
-        resolve_run("quickstrat", tmp_path)
-    assert f"quickstart/{runs[-1].name}, quickstart/{runs[-2].name}" in error.value.message
+    for name in ("quickstrat", "quick*"):  # no pattern
+        with pytest.raises(RequestError, match=f"{runs[-1].name}, quickstart/{runs[-2].name}"):
+            resolve_run(name, tmp_path)
+    assert find_runs(tmp_path, "[q]uickstart") == []
 
 
 @pytest.mark.parametrize(
@@ -139,34 +122,22 @@ def test_most_informative_outcome_is_chosen(tmp_path: Path, codes: list[int], ex
     outcome = read_outcomes(tmp_path, world_size=len(codes))
     assert outcome.exit_code == expected
     assert outcome.step == 10 + outcome.rank
-
-
-def test_a_rank_that_left_no_outcome_counts_as_unexpected(tmp_path: Path) -> None:
-    write_outcome(tmp_path, 0, 0, reason="done", step=5)
-    outcome = read_outcomes(tmp_path, world_size=2)
-    assert (outcome.exit_code, outcome.rank) == (1, 1)
-    assert "rank 1 ended without recording a reason" in outcome.reason
-
-
-def test_an_unknown_code_keeps_its_number_in_the_reason(tmp_path: Path) -> None:
-    write_outcome(tmp_path, 0, 137, reason="killed", step=5)
-    assert read_outcomes(tmp_path, world_size=1).reason == "exit code 137: killed"
-
-
-def test_checkpoints_in_the_folder_are_recorded_relative_to_it_and_outcomes_can_be_cleared(tmp_path: Path) -> None:
-    write_outcome(tmp_path, 0, 6, "asked to stop", step=5, last_checkpoint=tmp_path / "checkpoints" / "step-5")
-    assert read_outcomes(tmp_path, world_size=1).last_checkpoint == "checkpoints/step-5"
     clear_outcomes(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_first_of_two_crashes_counts(tmp_path: Path) -> None:
-    write_outcome(tmp_path, rank=1, exit_code=1, reason="ZeroDivisionError: a fault")
+def test_the_first_of_two_crashes_counts_and_its_checkpoint_is_relative(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-5"
+    write_outcome(tmp_path, rank=1, exit_code=1, reason="ZeroDivisionError: a fault", last_checkpoint=checkpoint)
     write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer")
-    assert read_outcomes(tmp_path, world_size=2).reason == "ZeroDivisionError: a fault"
+    outcome = read_outcomes(tmp_path, world_size=2)
+    assert (outcome.reason, outcome.last_checkpoint) == ("ZeroDivisionError: a fault", "checkpoints/step-5")
 
 
 def test_killed_rank_is_named_with_the_other_outcomes(tmp_path: Path) -> None:
+    write_outcome(tmp_path, rank=0, exit_code=0, reason="done", step=5)
+    outcome = read_outcomes(tmp_path, world_size=2)
+    assert (outcome.exit_code, outcome.rank) == (1, 1)
     write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer", step=4)
     outcome = read_outcomes(tmp_path, world_size=2)
     assert outcome.reason.startswith("rank 1 ended without recording a reason: it was killed")

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from tunebook.record.run_folder import LOCK_FILE, is_worked_in, working_in
 
 
@@ -32,25 +30,17 @@ except RequestError as error:
 """
 
 
-@pytest.fixture
-def starting(tmp_path):
-    """Processes that try to work in one folder once a line is written to each."""
+def test_of_runs_that_start_in_one_folder_at_once_one_is_let_in(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    found = [subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], **pipes) for _ in range(2)]
-    yield found
-    for process in found:
-        process.kill()
-        process.communicate()
-
-
-def test_of_runs_that_start_in_one_folder_at_once_one_is_let_in(tmp_path, starting):
-    for process in starting:
+    processes = [subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], **pipes) for _ in range(2)]
+    for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.stdout.readline().strip() for process in starting]
-    assert sorted(said) == ["at work", "run-is-running"]
-    starting[said.index("at work")].kill()  # leaves its lock file behind, which holds nobody up
-    starting[said.index("at work")].wait()
+    lines = [process.stdout.readline().strip() for process in processes]
+    assert sorted(lines) == ["at work", "run-is-running"]
+    for process in processes:
+        process.kill()  # leaves its lock file behind, which holds nobody up
+        process.communicate()
     assert (tmp_path / LOCK_FILE).exists()
     assert not is_worked_in(tmp_path)
     with working_in(tmp_path):

@@ -82,9 +82,6 @@ def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
     assert not task.has_bar
     assert texts(task) == ["31.5 ± 0.02", "12.2 ± 0.02"]
     assert changes(task) == ["", "\N{MINUS SIGN}19.2 ± 0.0283"]  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
-
-
-def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
     after = evaluation(0.72)
     after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}
     task, group = score_rows({}, after)
@@ -118,11 +115,8 @@ def test_known_templates_are_shown_as_turns() -> None:
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert split_turns(llama) == [("user", "Hi")]
-
-
-@pytest.mark.parametrize("prompt", ["Question: 1 + 1?\nAnswer:", "before <|im_start|>user\nHi<|im_end|>\n", ""])
-def test_partly_matched_prompt_is_shown_unchanged(prompt: str) -> None:
-    assert split_turns(prompt) == [("", prompt)]
+    for unknown in ("Question: 1 + 1?\nAnswer:", "before <|im_start|>user\nHi<|im_end|>\n", ""):
+        assert split_turns(unknown) == [("", unknown)]
 
 
 def judged_evaluation(when: str, values: dict[str, list[float]], **more: Any) -> dict[str, Any]:
@@ -147,25 +141,20 @@ def test_runs_stand_side_by_side_with_differences_to_the_first(tmp_path: Path) -
     assert texts(line) == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
     # both errors of 10 together: sqrt(200)
     assert changes(line) == ["", "+25.0 ± 14.1 points", f"{MINUS}16.7 ± 14.1 points"]
-
-
-def test_a_task_that_a_run_was_not_evaluated_on_has_no_score(tmp_path: Path) -> None:
-    runs = [
-        RunRecord(folder=tmp_path / "a", after=judged_evaluation("after", {"words": [0, 1]})),
-        RunRecord(folder=tmp_path / "b", after=judged_evaluation("after", {"numbers": [1, 1]})),
-        RunRecord(folder=tmp_path / "c"),
+    others = [
+        RunRecord(folder=tmp_path / "d", after=judged_evaluation("after", {"numbers": [1, 1]})),
+        RunRecord(folder=tmp_path / "e"),
     ]
-    words, numbers = compare_scores(runs)
+    words, numbers = compare_scores([runs[0], *others])
     assert texts(words) == ["50.0 % ± 10.0", None, None]
-    assert changes(numbers) == [None, "", None]
-    assert words.num_items == "2"
-    assert compare_scores([RunRecord(folder=tmp_path / "c")]) == []
+    assert (changes(numbers), numbers.num_items) == ([None, "", None], "2")
+    assert compare_scores(others[1:]) == []
 
 
-def test_later_evaluations_fill_in_missing_scores(tmp_path: Path) -> None:
+def test_later_evaluations_are_listed_the_newest_first_and_fill_in_missing_scores(tmp_path: Path) -> None:
     later = [
         judged_evaluation("eval-1", {"words": [0, 0], "numbers": [0, 0]}),
-        judged_evaluation("eval-2", {"numbers": [1, 1]}),
+        judged_evaluation("eval-2", {"numbers": [1, 1]}, limit=2),
         judged_evaluation("eval-3", {"numbers": [0, 1]}, model="checkpoints/checkpoint-20"),  # another model
     ]
     run = RunRecord(folder=tmp_path, after=judged_evaluation("after", {"words": [1, 1]}), evaluations=later)
@@ -173,16 +162,10 @@ def test_later_evaluations_fill_in_missing_scores(tmp_path: Path) -> None:
         "words": ["100.0 % ± 10.0"],
         "numbers": ["100.0 % ± 10.0"],
     }
-
-
-def test_later_evaluations_are_listed_the_newest_first(tmp_path: Path) -> None:
-    records = [
-        judged_evaluation("eval-1", {"words": [0, 1]}),
-        judged_evaluation("eval-2", {"words": [1, 1]}, limit=2),
+    evaluations = later_evaluations(run)
+    assert [entry[:2] for entry in evaluations] == [
+        ("eval-3", "checkpoints/checkpoint-20"),
+        ("eval-2", "model, the first 2 items"),
+        ("eval-1", "model"),
     ]
-    newest, oldest = later_evaluations(RunRecord(folder=tmp_path, evaluations=records))
-    assert newest[:2] == ("eval-2", "model, the first 2 items")
-    assert [(row.name, row.metric, texts(row), row.num_items) for row in newest[2]] == [
-        ("words", "exact_match", ["100.0 % ± 10.0"], "2")
-    ]
-    assert oldest[:2] == ("eval-1", "model")
+    assert [(row.name, texts(row)) for row in evaluations[0][2]] == [("numbers", ["50.0 % ± 10.0"])]

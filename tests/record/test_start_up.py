@@ -48,14 +48,6 @@ def test_launcher_and_rank_add_up_to_the_first_step(run_config, clock_at, tmp_pa
     assert read_manifest(tmp_path)["start_up"]["rank"] == {}
 
 
-def test_rank_without_launcher_phases_records_its_own(run_config, tmp_path: Path) -> None:
-    start_manifest(tmp_path, run_config, world_size=1, command=["tunebook"])
-    rank = StartClock()
-    rank.passed("model")
-    note_first_step(tmp_path, rank)
-    assert list(read_manifest(tmp_path)["start_up"]["rank"]) == ["model"]
-
-
 def test_without_a_manifest_nothing_is_written(tmp_path: Path) -> None:
     note_launch(tmp_path, StartClock())
     note_first_step(tmp_path, StartClock())

@@ -37,7 +37,6 @@ def result_of(tmp_path: Path) -> MakeResult:
         speeds: tuple[float | None, ...] = (),
         validation: tuple[tuple[int, float], ...] = (),
         printed: str = "",
-        how: str | None = None,
         is_recorded: bool = True,
         **status: Any,
     ) -> TrialResult:
@@ -53,7 +52,7 @@ def result_of(tmp_path: Path) -> MakeResult:
         (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
         log = tmp_path / "trial-000.log"
         log.write_text(printed)
-        return read_result(folder, log, exit_code, seconds=1.5, how=how)
+        return read_result(folder, log, exit_code, seconds=1.5, how=None)
 
     return make
 
@@ -75,44 +74,38 @@ def result(exit_code: int = 0, loss: float | None = None, **values: Any) -> Tria
 
 
 def test_a_finished_trial_is_read_from_its_folder(result_of: MakeResult, tmp_path: Path) -> None:
-    found = result_of(losses=(4.0, 3.0, 2.0, 1.0), speeds=(10.0, 400.0, 300.0, 200.0), validation=((2, 9.0), (4, 2.5)))
-    assert (found.final_loss, found.validation_loss, found.evaluation_score) == (1.0, 2.5, None)
-    assert found.tokens_per_second_per_gpu == 300.0  # of the last three; 250 with the first, which is warming up
-    assert found.tokens_per_second_per_gpu == summarize(read_run(tmp_path / "trial-000")).tokens_per_second_per_gpu
-    assert (found.exit_code, found.how_it_ended, found.seconds) == (0, "finished", 1.5)
+    trial = result_of(losses=(4.0, 3.0, 2.0, 1.0), speeds=(10.0, 400.0, 300.0, 200.0), validation=((2, 9.0), (4, 2.5)))
+    assert (trial.final_loss, trial.validation_loss, trial.evaluation_score) == (1.0, 2.5, None)
+    assert trial.tokens_per_second_per_gpu == 300.0  # of the last three; 250 with the first, which is warming up
+    assert trial.tokens_per_second_per_gpu == summarize(read_run(tmp_path / "trial-000")).tokens_per_second_per_gpu
+    assert (trial.exit_code, trial.how_it_ended, trial.seconds) == (0, "finished", 1.5)
 
 
-def test_the_validation_loss_is_that_of_the_model_which_was_kept(result_of: MakeResult) -> None:
-    assert result_of(losses=(3.0, 2.0), validation=((1, 9.0), (2, 33.5)), best_step=1).validation_loss == 9.0
-
-
-def test_a_trial_that_stopped_early_says_when(result_of: MakeResult) -> None:
-    found = result_of(losses=(3.0,), reason="stopped early after step 2: no better loss; model/ is checkpoint-1")
-    assert found.how_it_ended == "finished: stopped early after step 2: no better loss"
+def test_of_a_trial_that_stopped_early_the_kept_model_counts(result_of: MakeResult) -> None:
+    reason = "stopped early after step 2: no better loss; model/ is checkpoint-1"
+    early = result_of(losses=(3.0, 2.0), validation=((1, 9.0), (2, 33.5)), best_step=1, reason=reason)
+    assert early.how_it_ended == "finished: stopped early after step 2: no better loss"
+    assert early.validation_loss == 9.0
 
 
 def test_a_failed_trial_shows_the_first_line_of_its_error_and_where_the_rest_is(result_of: MakeResult) -> None:
     reason = "no memory " + 100 * "for this " + "\na second line"
-    found = result_of(exit_code=3, losses=(3.0, None), state="failed", reason=reason)
-    assert found.final_loss is None
-    assert found.how_it_ended.startswith("failed (exit code 3): no memory for this")
-    assert found.how_it_ended.endswith("... (more in trial-000.log)")
-    assert len(found.how_it_ended) < 200
+    trial = result_of(exit_code=3, losses=(3.0, None), state="failed", reason=reason)
+    assert trial.final_loss is None
+    assert trial.how_it_ended.startswith("failed (exit code 3): no memory for this")
+    assert trial.how_it_ended.endswith("... (more in trial-000.log)")
+    assert len(trial.how_it_ended) < 200
 
 
 def test_a_trial_without_a_record_of_its_end_shows_what_it_printed(result_of: MakeResult) -> None:
     printed = "loading\nerror: line 17 is broken\nmore: tunebook explain\n"
-    found = result_of(exit_code=4, printed=printed, state="running", is_recorded=False)
-    assert found.how_it_ended == "failed (exit code 4): error: line 17 is broken (more in trial-000.log)"
-
-
-def test_how_a_trial_ended_is_what_only_its_sweep_knows(result_of: MakeResult) -> None:
-    assert result_of(exit_code=1, how="failed: killed by signal 9").how_it_ended == "failed: killed by signal 9"
+    trial = result_of(exit_code=4, printed=printed, state="running", is_recorded=False)
+    assert trial.how_it_ended == "failed (exit code 4): error: line 17 is broken (more in trial-000.log)"
 
 
 def test_ranked_by_the_metric_and_those_without_it_are_last() -> None:
-    found = rows(result(7, 0.01), result(0, 0.5), None, result(0, None), result(0, 0.4), result(0, 0.5))
-    assert [(rank, row.number) for rank, row in ranked(found, "final_loss")] == [
+    trials = rows(result(7, 0.01), result(0, 0.5), None, result(0, None), result(0, 0.4), result(0, 0.5))
+    assert [(rank, row.number) for rank, row in ranked(trials, "final_loss")] == [
         *(("1", 4), ("2", 1), ("3", 5)),
         *(("", 0), ("", 2), ("", 3)),
     ]
@@ -130,9 +123,9 @@ def test_ranked_by_the_metric_and_those_without_it_are_last() -> None:
     ],
 )
 def test_a_lower_cost_is_better(metric: str, value: float | None, is_higher_better: bool, cost: float | None) -> None:
-    found = replace(result(), **{metric: value, "is_higher_better": is_higher_better})
-    assert cost_of(found, metric) == cost
-    assert cost_of(replace(found, exit_code=7), metric) is None
+    trial = replace(result(), **{metric: value, "is_higher_better": is_higher_better})
+    assert cost_of(trial, metric) == cost
+    assert cost_of(replace(trial, exit_code=7), metric) is None
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 7, 4), 7), ((0, None), 6), ((2, None), 2)])
@@ -143,7 +136,13 @@ def test_the_exit_code_is_that_of_the_first_trial_that_did_not_finish(
     assert sweep_exit_code(rows(result(6, was_pruned=True), result(0))) == 0
 
 
-def test_the_file_has_a_line_for_each_trial_with_every_override_and_measurement(tmp_path: Path) -> None:
+def test_every_trial_is_in_the_file_and_in_the_table(tmp_path: Path) -> None:
+    console = Console(width=160, record=True)
+    paths = Row(number=3, values={"a": "/tmp/a[/b].jsonl"}, result=None)
+    console.print(sweep_table([*rows(result(0, 0.5), result(7)), paths], "final_loss"))
+    text = console.export_text()
+    assert "validation loss" not in text  # which none measured
+    assert all(expected in text for expected in ("ranked by final loss", "/tmp/a[/b].jsonl", "not ended", "trial-003"))
     write_csv(rows(result(0, 0.5), result(7), result(0, 0.25)), "final_loss", ["optimizer=adamw"], tmp_path)
     header, *lines = csv.reader((tmp_path / "sweep.csv").read_text().splitlines())
     assert header == [
@@ -155,15 +154,3 @@ def test_the_file_has_a_line_for_each_trial_with_every_override_and_measurement(
         ["2", "0", "adamw", "0", "finished", "", "", "0.5", "", "1.5", str(tmp_path / "trial-000")],
         ["", "1", "adamw", "7", 'failed: a "bad", line', "", "", "", "", "1.5", str(tmp_path / "trial-001")],
     ]
-
-
-def test_the_table_shows_values_as_they_are_and_only_what_some_trial_measured() -> None:
-    console = Console(width=160, record=True)
-    found = rows(result(0, 0.5), result(7), None)
-    values = ({"a": "[k_proj,v_proj]"}, {"a": "/tmp/a[/b].jsonl"}, {"a": repr(1e-5 * 1.1)})
-    found = [replace(row, values=each) for row, each in zip(found, values, strict=True)]
-    console.print(sweep_table(found, "final_loss"))
-    text = console.export_text()
-    assert "ranked by final loss" in text
-    assert "validation loss" not in text
-    assert all(value in text for value in ("[k_proj,v_proj]", "/tmp/a[/b].jsonl", "1.1e-05", "not ended", "trial-002"))

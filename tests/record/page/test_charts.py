@@ -39,22 +39,14 @@ def test_texts_in_a_chart_are_escaped() -> None:
     assert json.loads(unescape(element.get("data-chart")))["lines"][0]["name"] == evil
 
 
-def test_a_value_that_is_not_finite_breaks_the_line() -> None:
-    line = Line(name="loss", points=[(1, 3.0), (2, None), (3, 2.0), (4, 1.0)])
-    svg = Chart(title="Loss", y_label="loss", lines=[line]).draw(480, 270)
-    assert re.search(r'd="M[\d. ]+M[\d. ]+L[\d. ]+"', svg)
-
-
-def test_a_single_point_is_visible() -> None:
-    chart = Chart(title="Loss", y_label="loss", lines=[Line(name="loss", points=[(1, 3.0)])])
-    assert chart.draw(480, 270).count("<circle") == 1
-
-
-def test_values_above_the_ceiling_lie_on_the_top_edge_under_an_arrow() -> None:
-    line = Line(name="norm", points=[(1, 1.0), (2, 900.0), (3, 1.0)])
+def test_gaps_single_points_and_values_above_the_ceiling_are_drawn() -> None:
+    line = Line(name="norm", points=[(1, 1.0), (2, 900.0), (3, 1.0), (4, None), (5, 2.0)])
     svg = Chart(title="Norm", y_label="norm", lines=[line], ceiling=2.0, from_zero=True).draw(480, 270)
     assert svg.count("arrow") == 1
+    assert re.search(r'd="M[\d. ]+L[\d. ]+L[\d. ]+M[\d. ]+"', svg)
     assert "900" not in "".join(text.text or "" for text in ElementTree.fromstring(svg).iter("text"))
+    single = Chart(title="Loss", y_label="loss", lines=[Line(name="loss", points=[(1, 3.0)])])
+    assert single.draw(480, 270).count("<circle") == 1
 
 
 def test_a_band_reaches_from_lowest_to_highest() -> None:
@@ -77,13 +69,6 @@ def test_thinning_keeps_spikes_gaps_and_both_ends() -> None:
     assert thin(points[:10]) == points[:10]
 
 
-def test_a_chart_says_what_it_shows_to_readers_who_cannot_see_it() -> None:
-    lines = [Line(name="training", points=[(1, 6.91), (240, 0.0512)])]
-    assert Chart(title="Loss", y_label="loss", lines=lines).summary == (
-        "Loss, by optimizer step. training: 6.91 at 1, 0.0512 at 240"
-    )
-
-
 @pytest.mark.parametrize("values", [[0.0, 0.0], [5.0], [1e-30, 1e-30]])
 def test_equal_values_still_have_an_axis_around_them(values: list[float]) -> None:
     low, *_, high = value_ticks(values, from_zero=False)
@@ -91,16 +76,13 @@ def test_equal_values_still_have_an_axis_around_them(values: list[float]) -> Non
     assert high > low
 
 
-def test_smoothing_leaves_a_straight_line_where_it_is() -> None:
+def test_smoothing_by_hand_over_a_gap_and_of_a_straight_line() -> None:
+    smoothed, _ = smooth([(1, 1.0), (2, 5.0), (3, None), (4, 3.0), (5, 1.0)])
+    assert smoothed == [(1, 1.0), (2, 3.0), (3, None), (4, 2.0), (5, 1.0)]
     points = [(float(x), 10.0 - x) for x in range(10)]
     smoothed, span = smooth(points)
     assert span == 5
     assert [y for _, y in smoothed] == pytest.approx([y for _, y in points])
-
-
-def test_smoothing_by_hand_and_over_a_gap() -> None:
-    smoothed, _ = smooth([(1, 1.0), (2, 5.0), (3, None), (4, 3.0), (5, 1.0)])
-    assert smoothed == [(1, 1.0), (2, 3.0), (3, None), (4, 2.0), (5, 1.0)]
 
 
 def test_only_real_outliers_cut_an_axis() -> None:

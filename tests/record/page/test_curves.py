@@ -11,17 +11,13 @@ def record_of(*losses: float | None) -> RunRecord:
     return RunRecord(folder=Path("outputs/example/time"), training=lines)
 
 
-def test_only_long_curves_are_smoothed() -> None:
+def test_only_long_curves_are_smoothed_and_a_loss_that_is_not_finite_is_marked() -> None:
     (few,), (many,) = loss_charts(record_of(3, 2, 1)), loss_charts(record_of(*[2.0] * 60))
     assert [line.name for line in few.lines] == ["training"]
     assert [line.name for line in many.lines] == ["training, each logged step", "training, mean of 5 logged steps"]
     assert loss_charts(record_of()) == []
-
-
-def test_the_step_at_which_the_loss_was_not_finite_is_marked() -> None:
-    record = RunRecord(folder=Path("a/b"), training=[
-        {"step": 1, "loss": 2.0}, {"step": 2, "loss": None, "not_finite": ["loss"]},
-    ])  # fmt: skip
+    record = record_of(2.0, None)
+    record.training[1]["not_finite"] = ["loss"]
     assert loss_charts(record)[0].mark == (2, "not finite, step 2")
 
 
@@ -31,17 +27,14 @@ def test_flattened_second_half_gets_its_own_axes() -> None:
     assert len(loss_charts(record_of(8.0, 0.1))) == 1
 
 
-def test_what_was_not_recorded_is_named(make_run) -> None:
+def test_what_was_not_recorded_is_named_and_memory_of_several_ranks_is_a_band(make_run) -> None:
     charts, missing = other_charts(read_run(make_run()))
     assert missing == ["Model FLOPs utilization"]
     assert [chart.title for chart in charts] == ["Learning rate", "Gradient norm", "Throughput", "Padding", "Memory"]
     _, missing = other_charts(record_of(1.0, 2.0))
     assert missing == ["Learning rate", "Gradient norm", "Throughput", "Model FLOPs utilization", "Padding", "Memory"]
 
-
-def test_memory_of_several_ranks_is_a_band_under_the_highest(make_run) -> None:
-    charts, _ = other_charts(read_run(make_run(ranks=4)))
-    memory = charts[-1]
+    memory = other_charts(read_run(make_run("2026-11-21T07-18-06Z", ranks=4)))[0][-1]
     assert memory.lines[0].points[-1] == (240, 1.71)
     assert memory.band[-1] == (240, 1.5, 1.71)
 
