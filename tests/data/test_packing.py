@@ -28,14 +28,8 @@ def test_rows_needed_is_a_multiple_and_fits_every_step():
     assert rows % 4 == 0
     assert all(longest_row(step, rows) <= 128 for step in steps)
     assert any(longest_row(step, rows - 4) > 128 for step in steps)
-
-
-def test_rows_needed_of_exactly_full_rows():
     assert rows_needed([np.array([64, 64, 64, 64])], row_length=128, multiple_of=1) == 2
-
-
-def test_a_document_longer_than_a_row_is_refused():
-    with pytest.raises(ValueError, match="a document has 130 tokens, a row 128"):
+    with pytest.raises(ValueError, match="130"):
         rows_needed([np.array([130, 4])], row_length=128, multiple_of=1)
 
 
@@ -45,10 +39,7 @@ def test_rows_that_a_budget_has_filled_are_not_overfilled():
     assert longest_row(documents, 2) == 7
     assert pack_within(documents, 2, 6) == [[0, 1], [2, 3, 4]]
     assert pack_within(documents, 2, 7) == pack_balanced(documents, 2)
-
-
-def test_documents_that_no_row_has_room_for_are_refused():
-    with pytest.raises(ValueError, match="document 2 of 4 tokens does not fit into 2 x 6"):
+    with pytest.raises(ValueError, match="document 2 of 4 tokens"):
         pack_within([4, 4, 4], 2, 6)
 
 

@@ -91,27 +91,19 @@ def test_answers_and_their_end_token_are_trained_on_unless_they_opted_out(render
     assert trained_texts(rendered) == ["Ok<|im_end|>"]
 
 
-def test_equal_answers_are_told_apart(render: Any) -> None:
-    rendered = render(talk("Yo", "Yo", "Yo", "Yo", train=(True, False)))
+def test_where_answers_end(render: Any) -> None:
+    turns = talk("Hi", "Yo", "Go", "Ok")
+    rendered = render(turns, template=INST, eos_token="</s>", bos_token="<s>")
+    assert rendered.text == "<s>[INST] Hi [/INST] Yo </s><s>[INST] Go [/INST] Ok </s>"
+    assert trained_texts(rendered) == [" Yo </s>", " Ok </s>"]  # LLaMA's keep their spaces
+    rendered = render(turns, template=CLOSED)
+    assert rendered.text.endswith("Ok<|im_end|>\n</s>")
+    assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]  # nothing after the first stop token
+    rendered = render(turns, eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
+    assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
+    rendered = render(talk("Yo", "Yo", "Yo", "Yo", train=(True, False)))  # equal answers are told apart
     start = len("<|im_start|>user\nYo<|im_end|>\n<|im_start|>assistant\n")
     assert rendered.spans == [(start, start + len("Yo<|im_end|>"))]
-
-
-def test_llama_answers_keep_their_spaces(render: Any) -> None:
-    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=INST, eos_token="</s>", bos_token="<s>")
-    assert rendered.text == "<s>[INST] Hi [/INST] Yo </s><s>[INST] Go [/INST] Ok </s>"
-    assert trained_texts(rendered) == [" Yo </s>", " Ok </s>"]
-
-
-def test_nothing_after_the_first_stop_token_is_trained_on(render: Any) -> None:
-    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=CLOSED)
-    assert rendered.text.endswith("Ok<|im_end|>\n</s>")
-    assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
-
-
-def test_a_stop_token_of_the_generation_config_ends_a_turn(render: Any) -> None:
-    rendered = render(talk("Hi", "Yo"), eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
-    assert trained_texts(rendered) == ["Yo<|im_end|>"]
 
 
 MARKED_THINKING = CHATML_WITH_MARKERS.replace(
@@ -216,12 +208,8 @@ TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("as
         # The missing text stands elsewhere.
         (DROPS_SYSTEM, turns_of(("system", "hi"), ("user", "hi"), ("assistant", "hi")), r"turn 1 \(system\): 'hi'"),
         (DROPS_TOOLS, TOOL, r"turn 3 \(tool\): 'rain'"),
-        (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"turn 1 \(user\): 'Rain\?'"),
-        (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>4")), "the reasoning of turn 2"),
         (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "sum</think>4"), ("user", "3?"), ("assistant", "3")),
          "the reasoning of turn 2"),
-        (THINKING.replace("message.content if loop.last else", "message.content.upper() if loop.last else"),
-         turns_of(("user", "2+2?"), ("assistant", "four")), r"turn 2 \(assistant\): 'four'"),
         (THINKING.replace("+ content +", "+ content[:20] +"),
          turns_of(("user", "2+2?"), ("assistant", "an answer that is cut off")), "turn 2"),
         (THINKING.replace("+ content +", "+ content[:20] +"),
@@ -248,12 +236,9 @@ def test_what_a_template_leaves_out_is_an_error(
         (SYSTEM_LAST,
          turns_of(("system", "s"), ("user", " s "), ("assistant", "yo"), ("user", "go"), ("assistant", "s"))),
         (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>four"))),
-        (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>\n\n</think>\n\nfour"))),
         (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>only\nthought</think>"))),
         (CHATML_WITH_MARKERS.replace("message.content + '<|im_end|>\n'", "message.content|tojson + '<|im_end|>\n'"),
          turns_of(("user", 'say "é" and\n\\n'), ("assistant", "é"))),
-        (THINKING.replace("+ content +", "+ content.split()|join(' ') +"),
-         turns_of(("user", "two\n\nlines"), ("assistant", "a  b"))),
         (THINKING, turns_of(("user", "same"), ("assistant", "same"), ("user", "same"), ("assistant", "same"))),
     ],
 )  # fmt: skip
@@ -271,7 +256,6 @@ def test_what_a_template_only_writes_in_another_way_is_there(
     [
         ("<think>ok</think>Sure.", "And now?", "<think>ok</think>Sure."),  # the same again
         ("<think>ok</think>Sure.", "Is that ok? Sure.", "<think>hm</think>Yes."),  # quoted by the next question
-        ("<think>ok</think>Sure.", "And now?", "<think>Is it ok?</think>Sure."),
         ("<think>Hi</think>Sure.", "And now?", "<think>And now?</think>Yes."),  # the question itself
     ],
 )

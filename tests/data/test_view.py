@@ -64,20 +64,18 @@ def test_trained_tokens_are_in_color_on_a_terminal_and_in_brackets_elsewhere(
 
 
 @pytest.mark.parametrize("has_color", [True, False])
-def test_runs_of_trained_tokens_are_marked_exactly(tiny_tokenizer: Callable[..., Any], has_color: bool) -> None:
+def test_trained_runs_are_marked_exactly_and_controls_replaced(
+    tiny_tokenizer: Callable[..., Any], has_color: bool
+) -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer("ab cd", add_special_tokens=False)["input_ids"]
     text = render_document(ids, [-100, ids[1], ids[2], -100, ids[4]], tokenizer, has_color=has_color)
     assert text.plain == ("ab cd" if has_color else "a[[b ]]c[[d]]")
+    control = tokenizer("a\x1b[2Jb\r\n", add_special_tokens=False)["input_ids"]
+    untrained = render_document(control, [-100] * len(control), tokenizer, has_color=has_color)
+    assert untrained.plain == "a\u241b[2Jb\u240d\n"
     marked = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED_STYLE]
     assert marked == (["b ", "d"] if has_color else [])
-
-
-def test_control_characters_cannot_reach_the_terminal(tiny_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer("a\x1b[2Jb\r\n", add_special_tokens=False)["input_ids"]
-    text = render_document(ids, [-100] * len(ids), tokenizer, has_color=False)
-    assert text.plain == "a\u241b[2Jb\u240d\n"
 
 
 class BytesAlone:

@@ -91,11 +91,10 @@ def test_a_saved_model_stays_stretched_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("gpt2", "no rotary"), ("gpt_oss", r"\(yarn\)"), ("gemma3_text", "several kinds")],
+    "kind", ["gpt2", "gpt_oss", "gemma3_text"], ids=["not_rotary", "stretched_already", "of_several_kinds"]
 )
-def test_other_positions_are_not_stretched(kind, reason):
-    with pytest.raises(RequestError, match=reason) as caught:
+def test_other_positions_are_not_stretched(kind):
+    with pytest.raises(RequestError) as caught:
         stretch_positions(AutoConfig.for_model(kind), ModelConfig(yarn_factor=2))
     assert caught.value.problem_id == "yarn-not-possible"
 

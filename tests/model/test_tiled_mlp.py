@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tunebook.errors import RequestError
 from tunebook.model.tiled_mlp import tile_mlps
 
-from .conftest import daily
+from .conftest import daily, small_config
 
 # Older versions have no other.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
@@ -81,20 +81,19 @@ def test_a_weights_gradient_arrives_once_and_a_row_of_one_tile_is_left_alone():
     assert len(computed) == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "bloom"])
-def test_models_without_mlps_of_single_tokens_are_refused(kind):
+def test_models_without_mlps_of_single_tokens_are_refused_and_image_towers_left_alone():
     sizes = SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    with pytest.raises(RequestError) as refused:
-        tile_mlps(model, TILE)
-    assert refused.value.problem_id == "mlp-not-tiled"
-
-
-def test_an_image_tower_is_left_alone():
-    text = SIZES | {"model_type": "gemma3_text"}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3", text_config=text, vision_config=vision))
-    assert tile_mlps(model, TILE) == 2
+        tower, *refused = (
+            AutoModelForCausalLM.from_config(config)
+            for config in (
+                small_config("Gemma3ForConditionalGeneration", **SIZES),
+                AutoConfig.for_model("qwen3_moe", **sizes),
+                AutoConfig.for_model("bloom", **sizes),
+            )
+        )
+    assert tile_mlps(tower, TILE) == 2
+    for model in refused:
+        with pytest.raises(RequestError) as caught:
+            tile_mlps(model, TILE)
+        assert caught.value.problem_id == "mlp-not-tiled"

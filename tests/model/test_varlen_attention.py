@@ -14,7 +14,6 @@ from tunebook.model.varlen_attention import register, varlen_attention
 
 from .conftest import daily
 
-DAILY = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
 LENGTHS = (12, 8)
 DOCUMENT_LENGTHS = (7, 1, 12)
 
@@ -60,7 +59,7 @@ def plain(inputs):
     return {name: inputs[name] for name in ("input_ids", "position_ids")}
 
 
-@pytest.mark.parametrize("architecture", daily(sorted(VARLEN_ARCHITECTURES), *DAILY))
+@pytest.mark.parametrize("architecture", daily(sorted(VARLEN_ARCHITECTURES), "LlamaForCausalLM", "Qwen3MoeForCausalLM"))
 @torch.no_grad()
 def test_computes_what_sdpa_does_with_its_block_mask(registered, model_pair, row, architecture):
     theirs, ours = model_pair(architecture, Attention.varlen_attention)
@@ -92,13 +91,6 @@ def test_computes_in_autocasts_format_where_the_weights_are_fp32(registered, mod
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 
-def test_rows_without_the_boundaries_of_their_documents_are_refused(registered, model_pair, row):
-    _, ours = model_pair("Qwen2ForCausalLM", Attention.varlen_attention)
-    with pytest.raises(RequestError) as caught:
-        ours(**plain(row), use_cache=False)
-    assert caught.value.problem_id == "varlen-attention-not-possible"
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,6 +98,7 @@ def test_rows_without_the_boundaries_of_their_documents_are_refused(registered, 
         {"s_aux": torch.zeros(4)},  # with torch 2.10's kernel, which knows no window
         {"sliding_window": 3},
         {"dropout": 0.1},
+        {"cu_seq_lens_q": None},  # the boundaries of documents
     ],
     ids=str,
 )
@@ -113,26 +106,17 @@ def test_what_the_kernel_cannot_compute_is_refused(row, options):
     heads = torch.zeros(1, 4, sum(LENGTHS), 8)
     with pytest.raises(RequestError) as caught:
         varlen_attention(
-            torch.nn.Linear(1, 1), heads, heads, heads, None, cu_seq_lens_q=row["cu_seq_lens_q"], max_length_q=12,
-            kernel=kernel, kernel_takes=frozenset(), **options,
+            torch.nn.Linear(1, 1), heads, heads, heads, None, kernel=kernel, kernel_takes=frozenset(),
+            **{"cu_seq_lens_q": row["cu_seq_lens_q"], "max_length_q": 12} | options,
         )  # fmt: skip
     assert caught.value.problem_id == "varlen-attention-not-possible"
 
 
-@pytest.fixture(autouse=True)
-def by_document_registered():
+@pytest.mark.parametrize("architecture", daily(sorted(VARLEN_ARCHITECTURES), "LlamaForCausalLM"))
+def test_outputs_and_gradients_are_those_of_sdpa(model_pair, packed_row, architecture):
     register(Attention.sdpa_by_document)
-
-
-@pytest.fixture
-def row_by_document(packed_row):
-    return packed_row(DOCUMENT_LENGTHS)
-
-
-@pytest.mark.parametrize("architecture", daily(sorted(VARLEN_ARCHITECTURES), *DAILY))
-def test_outputs_and_gradients_are_those_of_sdpa(model_pair, row_by_document, architecture):
     theirs, ours = model_pair(architecture, Attention.sdpa_by_document)
-    inputs, places = row_by_document
+    inputs, places = packed_row(DOCUMENT_LENGTHS)
     expected = theirs(**inputs, use_cache=False).logits
     logits = ours(**inputs, **places, use_cache=False).logits
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
@@ -174,15 +158,7 @@ class KernelInPlainTorch:
         return of_query, *by_group
 
 
-@pytest.fixture
-def plain_kernel(monkeypatch):
-    monkeypatch.setattr(module, "_varlen_forward", KernelInPlainTorch.forward)
-    monkeypatch.setattr(module, "_varlen_backward", KernelInPlainTorch.backward)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    register(Attention.varlen_attention)
-
-
-def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(plain_kernel, row_by_document):
+def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(monkeypatch, packed_row):
     """GPT-OSS, whose eager attention adds a column of sinks; one of its two layers has a sliding window."""
     assert {GptOssForCausalLM.__name__} == SINK_ARCHITECTURES, "`auto` takes the kernel for what is compared here"
     sizes = {
@@ -190,7 +166,11 @@ def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(
         "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": 3, "pad_token_id": 0,
     }  # fmt: skip
-    inputs, places = row_by_document
+    monkeypatch.setattr(module, "_varlen_forward", KernelInPlainTorch.forward)
+    monkeypatch.setattr(module, "_varlen_backward", KernelInPlainTorch.backward)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    register(Attention.varlen_attention)
+    inputs, places = packed_row(DOCUMENT_LENGTHS)
     torch.manual_seed(0)
     theirs = GptOssForCausalLM._from_config(GptOssConfig(**sizes), attn_implementation="eager")
     for name, parameter in theirs.named_parameters():
