@@ -40,21 +40,6 @@ def test_528_documents_on_8_gpus_as_published(requested, micro, accumulation):
     assert plan.rows_per_step == 528
 
 
-def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
-    lengths = np.random.default_rng(0).integers(20, 600, 1500).astype(np.int64)
-    config = config_of(PackingMode.isolated, 8, global_samples=64, num_epochs=3)
-    plan = solve_batch(config, lengths)
-    assert plan.rows_per_step % 8 == 0
-    assert plan.documents_per_step == 64
-    assert (plan.steps_per_epoch, plan.total_steps) == (24, 72)  # 1500 / 64 = 23.4
-    schedule = schedule_of(config, plan, lengths)
-    for epoch in range(3):
-        for step in schedule.steps_of_epoch(epoch):
-            rows = schedule.rows_of_step(step)
-            assert len(rows) == plan.rows_per_step
-            assert max(int(lengths[row].sum()) for row in rows if row) <= 1024
-
-
 def test_estimate_before_the_data_is_prepared():
     unknown = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
     assert (unknown.rows_per_step, unknown.accumulation, unknown.total_steps, unknown.longest_row) == (None,) * 4
@@ -114,10 +99,12 @@ def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps, total
     config = config_of(PackingMode.isolated, 2, global_samples=samples, num_epochs=1.5, max_steps=max_steps)
     config.packing.row_length = 8192
     plan = solve_batch(config, lengths)
-    assert plan.total_steps == total
+    assert (plan.total_steps, plan.documents_per_step) == (total, samples)
+    assert plan.rows_per_step % 2 == 0
     schedule = schedule_of(config, plan, lengths)
     steps = [step for epoch in range(2) for step in schedule.steps_of_epoch(epoch)][: plan.total_steps]
     rows = [row for step in steps for row in schedule.rows_of_step(step)]
+    assert len(rows) == len(steps) * plan.rows_per_step
     assert plan.longest_row == max(int(lengths[row].sum()) for row in rows)
     assert plan.longest_row < 8192
 
@@ -152,8 +139,7 @@ def test_documents_of_an_epoch_are_those_read_without_those_held_out(dataset, ex
     assert count_documents(documents_of(dataset)) == expected
 
 
-@pytest.mark.parametrize(("source", "longest"), [(Source.synthetic, 512), (Source.files, 1024)])
-def test_generated_documents_are_no_longer_than_they_are_drawn(source, longest):
-    dataset = DatasetConfig(source=source, path="a.jsonl", synthetic=SyntheticConfig(max_tokens=512))
-    assert longest_document(documents_of(dataset)) == longest
-    assert longest_document(documents_of(dataset, max_length=256)) == 256
+def test_generated_documents_are_no_longer_than_they_are_drawn():
+    dataset = DatasetConfig(source=Source.synthetic, synthetic=SyntheticConfig(max_tokens=512))
+    assert [longest_document(documents_of(dataset, max_length)) for max_length in (1024, 256)] == [512, 256]
+    assert longest_document(documents_of(DatasetConfig(path="a.jsonl"))) == 1024

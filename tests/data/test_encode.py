@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tunebook.config.choices import SpecialText, TrainOn
-from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder
 from tunebook.errors import DataError, RequestError
-from tunebook.model.tokenizer import load_tokenizer
 
-from .conftest import chat_row, turns_of
+from .conftest import chat_row
 
 Tokenizers = Callable[..., Any]
 
@@ -64,35 +59,6 @@ def test_everything_needs_no_assistants_turn_to_be_found(tiny_tokenizer: Tokeniz
         encode_one(tokenizer, CorpusKind.conversation, row)
     document = encode_one(tokenizer, CorpusKind.conversation, row, TrainOn.everything)
     assert document.num_trained == len("user:Hi") + 1 + len("assistant:Yo") + 1 - 1
-
-
-def test_the_quickstart_is_masked_as_transformers_does(project_root: Path) -> None:
-    """Its template has markers, so transformers can say independently which tokens are the assistant's."""
-    folder = project_root / "recipes" / "quickstart"
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
-    roles = {"human": "user", "gpt": "assistant", "system": "system"}
-    with (folder / "data" / "train.jsonl").open() as lines:
-        raw = [json.loads(line)["conversations"] for line in islice(lines, 100)]
-    rows = [conversation(*((roles[turn["from"]], turn["value"]) for turn in turns)) for turns in raw]
-    documents = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode(rows)
-    expected = tokenizer.apply_chat_template(
-        [turns_of(row) for row in rows], return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert [document.input_ids for document in documents] == expected["input_ids"]
-    masks = [[int(label != -100) for label in document.labels] for document in documents]
-    assert masks == expected["assistant_masks"]
-    assert max(map(sum, masks)) > 3
-
-
-def test_markers_and_prompts_give_the_same_labels(tiny_tokenizer: Tokenizers, project_root: Path) -> None:
-    marked = (project_root / "recipes" / "quickstart" / "model" / "chat_template.jinja").read_text()
-    row = conversation(
-        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo"), ("user", "Go"), ("assistant", "Ok")
-    )
-    by_markers = encode_one(tiny_tokenizer(template=marked), CorpusKind.conversation, row)
-    by_prompts = encode_one(tiny_tokenizer(), CorpusKind.conversation, row)
-    assert by_markers == by_prompts
-    assert by_markers.num_trained == 6
 
 
 def test_two_bos_are_an_error(tiny_tokenizer: Tokenizers) -> None:

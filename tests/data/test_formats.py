@@ -54,11 +54,9 @@ def test_the_format_is_detected_by_the_keys(record: dict[str, Any], format: Form
     assert detect_format(record, "text") is format
 
 
-def test_an_unknown_format_names_the_keys_found_and_the_keys_each_format_needs() -> None:
-    with pytest.raises(DocumentError) as caught:
-        detect_format({"question": "a", "answer": "b", "text": None}, "text")
-    assert "its keys are: question, answer." in caught.value.message  # a null `text` is no text
-    assert "alpaca: instruction, output" in caught.value.message
+def test_an_unknown_format_names_the_keys() -> None:
+    with pytest.raises(DocumentError, match=r"its keys are: question, answer\."):
+        detect_format({"question": "a", "answer": "b", "text": None}, "text")  # a null `text` is no text
     assert normalize({"content": "whole document"}, text_field="content") == {"text": "whole document"}
 
 
@@ -142,27 +140,21 @@ ASK, ANSWER = ("human", "q"), ("gpt", "a")
         (sharegpt(), "the conversation is empty"),
         (sharegpt(ASK), "no assistant turn"),
         (sharegpt(ASK, ("gpt", " \n")), r"the value of turn 2 \(assistant\) is empty"),
-        (sharegpt(ASK, ("gpt", [7])), "part 1 of the value of turn 2 .* is a JSON number"),
         (sharegpt(ASK, ("asistant", "a")), r"unknown role 'asistant' in turn 2. Did you mean 'assistant'\?.*human"),
         (sharegpt(ASK, ("system", "s"), ANSWER), "turn 2 is a system turn"),
-        ({"conversations": ["q", "a"]}, "turn 1 is a JSON string"),
         ({"conversations": [{"who": "human", "value": "q"}]}, r"turn 1 has no 'role' .* its keys are: who, value"),
         ({"conversations": [{"from": "human", "content": "q"}]}, r"turn 1 \(user\) has no 'value'"),
         (with_turn(weight=0), "every assistant turn is marked as not to be trained on"),
         (with_turn(weight=0.5), "weight: 0.5"),
         ({"messages": [{**HELLO[0], "train": True}, HELLO[1]]}, r"turn 1 \(user\) asks to be trained on"),
-        ({"instruction": "", "output": "b"}, "'instruction' is empty"),
         ({"instruction": "a", "output": "b", "history": ["q"]}, "'history' must be a list of"),
         ({"prompt": "a", "completion": HELLO}, "two texts or two lists of turns"),
-        ({"text": b"a"}, "'text' is of type bytes"),
         ({"input_ids": [1, True]}, "'input_ids' must be a list of whole numbers"),
         ({"input_ids": [1, 100]}, "'input_ids' holds 100"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 entries and 'input_ids' 2"),
-        ({"input_ids": [1, 2], "labels": [1, 100]}, "'labels' holds 100"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "no token after the first to train on"),
         ({"input_ids": IDS, "completion_mask": [0, 0, 0, 0, 0, 0, 0.5]}, "'completion_mask' must be a list of 0 and 1"),
         ({"input_ids": IDS, "position_ids": [0, 1, 2, 3, 0, 1, 2]}, "several documents are packed into this row"),
-        ({"input_ids": IDS, "seq_lengths": [4, 3]}, "several documents are packed into this row"),
     ],
 )
 def test_a_document_that_cannot_be_used_names_the_place(record: dict[str, Any], message: str) -> None:

@@ -123,6 +123,18 @@ def test_turns_that_the_template_rewrites_are_left_out(render: Any, template: st
     assert (rendered.spans, rendered.num_rewritten) == ([], 1)  # nothing is left, without an error
 
 
+def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(render: Any) -> None:
+    first, quoting = "<think>ok</think>Sure.", "<think>And now?</think>Yes."
+    for messages in (
+        talk("Hi", first, "And now?", first),  # the same again
+        talk("Hi", first, "Is that ok? Sure.", quoting),
+        talk("Hi", "<think>Hi</think>Sure.", "And now?", quoting),  # the question itself
+    ):
+        rendered = render(messages, template=THINKING)
+        assert rendered.leaves_out
+        assert trained_texts(rendered) == [f"{messages[-1]['content']}<|im_end|>"]
+
+
 WITHOUT_END = CHATML_WITH_MARKERS.replace(
     "{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}",
     "{{- message.content }}{%- endgeneration %}{{- '<|im_end|>\n' }}",
@@ -216,18 +228,17 @@ TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("as
          turns_of(("user", "a long question that is cut"), ("assistant", "4")), r"turn 1 \(user\)"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_everything", [False, True])
 def test_what_a_template_leaves_out_is_an_error(
-    tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]], message: str, is_everything: bool
+    tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]], message: str
 ) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=template))
-    if is_everything and len(messages) == 4 and template == DROPS_REASONING:
-        # Of an earlier answer: by design, and counted.
-        assert renderer.render(Conversation(messages=messages), "a:7", has_spans=False).leaves_out
-        return
-    with pytest.raises(DataError, match=message) as caught:
-        renderer.render(Conversation(messages=messages), "a:7", has_spans=not is_everything)
-    assert caught.value.problem_id == "template-leaves-out"
+    renderer, written = ConversationRenderer(tiny_tokenizer(template=template)), Conversation(messages=messages)
+    for has_spans in (True, False):
+        if template == DROPS_REASONING and not has_spans:
+            assert renderer.render(written, "a:7", has_spans=False).leaves_out  # of an earlier answer: counted
+            continue
+        with pytest.raises(DataError, match=message) as caught:
+            renderer.render(written, "a:7", has_spans=has_spans)
+        assert caught.value.problem_id == "template-leaves-out"
 
 
 @pytest.mark.parametrize(
@@ -251,22 +262,6 @@ def test_what_a_template_only_writes_in_another_way_is_there(
     assert not rendered.leaves_out
 
 
-@pytest.mark.parametrize(
-    ("first", "question", "last"),
-    [
-        ("<think>ok</think>Sure.", "And now?", "<think>ok</think>Sure."),  # the same again
-        ("<think>ok</think>Sure.", "Is that ok? Sure.", "<think>hm</think>Yes."),  # quoted by the next question
-        ("<think>Hi</think>Sure.", "And now?", "<think>And now?</think>Yes."),  # the question itself
-    ],
-)
-def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
-    render: Any, first: str, question: str, last: str
-) -> None:
-    rendered = render(talk("Hi", first, question, last), template=THINKING)
-    assert rendered.leaves_out
-    assert trained_texts(rendered) == [f"{last}<|im_end|>"]
-
-
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
     with pytest.raises(DataError, match=r"this prompt: .* turn 1 \(system\)"):
@@ -287,19 +282,16 @@ DATED = "{{- 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML_WITH_MARKE
 
 
 def test_a_template_writes_the_date_that_is_set_and_not_todays(
-    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Callable[..., Path],
 ) -> None:
     folder = tokenizer_folder(template=DATED)
     for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
         assert writes_date(tokenizer)
-        text = (
-            ConversationRenderer(tokenizer).render(Conversation(messages=talk("Hi", "Yo")), "a:1", has_spans=False).text
-        )
-        assert text.startswith(f"Today: {written}\n")
+        rendered = ConversationRenderer(tokenizer).render(Conversation(messages=talk("Hi", "Yo")), "a:1")
+        assert rendered.text.startswith(f"Today: {written}\n")
         # Through transformers itself, as the harness renders, too.
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (
             f"Today: {written}\n<|im_start|>user\nHi<|im_end|>\n"
         )
-    assert ModelConfig().template_date == "2024-07-26"
     assert not writes_date(load_tokenizer(ModelConfig(path=str(tokenizer_folder(template=CHATML_WITH_MARKERS)))))

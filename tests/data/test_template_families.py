@@ -180,22 +180,6 @@ def test_answers_are_found_as_by_transformers_whatever_their_letters_are(name: s
         assert trained(answer) == [text.replace("zqzq", answer) for text in usual], answer
 
 
-@pytest.mark.parametrize("name", some_nightly("qwen3_training", "glm4moe_training", "gptoss_training", "llama3_2"))
-def test_a_call_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
-    tokenizer = family(name)
-
-    def trained(tool: str) -> list[str]:
-        text = json.dumps([WITH_TOOLS, TOOLS]).replace("weather", tool)
-        messages, tools = json.loads(text)
-        ids, mask, _ = encode(tokenizer, messages, tools=tools)
-        return texts(tokenizer, ids, mask)
-
-    usual = trained("zqzq")
-    assert any("zqzq" in text for text in usual)
-    for tool in ("end", "call", "e"):
-        assert trained(tool) == [text.replace("zqzq", tool) for text in usual], tool
-
-
 @pytest.mark.parametrize(
     "name",
     some_nightly(
@@ -210,8 +194,11 @@ def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family:
     assert ids == theirs["input_ids"]
     if is_marked:
         assert mask == theirs["assistant_masks"]
-        return
     trained = texts(tokenizer, ids, mask)
+    for tool in ("end", "call", "e"):  # whatever its letters are
+        messages, tools = json.loads(json.dumps([WITH_TOOLS, TOOLS]).replace("weather", tool))
+        found = texts(tokenizer, *encode(tokenizer, messages, tools=tools)[:2])
+        assert found == [text.replace("weather", tool) for text in trained], tool
     assert len(trained) == 3 or encoder.counts.notes[REWRITTEN]
     assert "Gladly." in trained[-1]
     if name != "qwen3":  # which writes an empty thought in the last answer alone
@@ -325,12 +312,3 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
         read_chat_template("training", own)
     with pytest.raises(RequestError, match="qwen9"):
         read_chat_template("trl:qwen9")
-
-
-def test_a_token_before_the_answer_does_not_end_it(tiny_tokenizer: Callable[..., Any]) -> None:
-    """GLM writes `</think>` before the answer."""
-    template = read_chat_template("trl:glm4moe")
-    special = ("<|pad|>", "<|endoftext|>", "</think>", *sorted(set(re.findall(CONTROL, template))))
-    with pytest.raises(DataError) as error:
-        encode(tiny_tokenizer(template=template, eos_token="</think>", special=special), PLAIN)
-    assert error.value.problem_id == "eos-not-trained"

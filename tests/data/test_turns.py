@@ -56,7 +56,6 @@ def parts(*content: Any) -> dict[str, Any]:
         {"from": "function_call", "value": '[{"name": "f", "arguments": {"x": 1}}]'},
         parts({"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}),
         parts({"type": "tool_use", "name": "f", "input": {"x": 1}}),
-        parts({"type": "text", "text": ""}, {"type": "tool_call", "tool_call": CALL}),
     ],
 )
 def test_every_way_to_write_a_call_is_one_form(written: dict[str, Any]) -> None:
@@ -75,7 +74,7 @@ def test_a_call_may_have_a_text_before_it_and_several_are_kept_in_order() -> Non
         {"from": "observation", "value": "1"},
         {"from": "gpt", "value": "a"},
     ]
-    roles = [one["role"] for one in turns_of(row({"conversations": sharegpt}))]
+    roles = [written["role"] for written in turns_of(row({"conversations": sharegpt}))]
     assert roles == ["user", "assistant", "tool", "assistant"]
     joined = turn({"conversations": sharegpt})
     assert (joined["content"], joined["tool_calls"]) == ("I look.", [CALL, second])
@@ -113,23 +112,16 @@ def test_a_result_may_be_empty_or_an_object_and_is_not_trained_on(role: str) -> 
         {**ANSWER, "reasoning": "r", "thinking": "r"},
         parts({"type": "reasoning", "value": "r"}, {"type": "text", "value": "a"}),
         parts({"type": "thinking", "thinking": "r"}, "a"),
-        parts({"type": "reasoning", "text": "r"}, {"type": "output_text", "text": "a"}),
     ],
 )  # fmt: skip
 def test_every_way_to_write_reasoning_is_one_form(written: dict[str, Any]) -> None:
     assert turn(chat(written)) == {"role": "assistant", "content": "a", "train": True, "reasoning": "r"}
 
 
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        ({"type": "image"}, "image"), ({"type": "image_url", "image_url": {"url": "x"}}, "image_url"),
-        ({"type": "input_audio", "input_audio": {}}, "input_audio"),
-    ],
-)  # fmt: skip
-def test_media_are_refused_with_their_kind(part: dict[str, Any], kind: str) -> None:
-    with pytest.raises(DocumentError, match=rf"part 2 of the content of turn 1 \(user\) is of type '{kind}'") as caught:
-        row({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, ANSWER]})
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}])
+def test_media_are_refused_with_their_kind(part: dict[str, Any]) -> None:
+    with pytest.raises(DocumentError, match=rf"part 2 of .* turn 1 \(user\) is of type '{part['type']}'") as caught:
+        row({"messages": [{"role": "user", "content": ["a", part]}, ANSWER]})
     assert caught.value.problem_id == "data-media"
 
 
@@ -142,19 +134,13 @@ def test_media_are_refused_with_their_kind(part: dict[str, Any], kind: str) -> N
         ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, r"turn 1 \(user\) has 'tool_calls'"),
         (chat(called()), "turn 2 .* is null"),
         (chat({**ANSWER, "reasoning": "r", "thinking": "s"}), "turn 2 .* has reasoning in two places"),
-        (chat({**ANSWER, "reasoning_content": 7}), "'reasoning_content' of turn 2"),
-        (chat({**parts({"type": "tool_call", "value": CALL}), "tool_calls": [CALL]}), "has calls in two places"),
         (chat(parts({"type": "text", "text": "a"}, {"type": "reasoning", "text": "r"})), "is reasoning too late"),
         (chat(parts({"type": "tool_call", "value": CALL}, "a")), "part 2 of .* is text too late"),
-        (chat(parts({"type": "txt", "text": "a"})), "is of type 'txt'"),
         (chat(parts({"type": "reasoning", "text": "r"})), r"the content of turn 2 \(assistant\) has no text"),
         (chat(ANSWER, tools="[{"), "'tools' is text that is not JSON"),
-        (chat(ANSWER, tools=[{"description": "d"}]), "tool 1 of 'tools' has no 'name'"),
         (chat(ANSWER, tools=[{"type": "web_search", "name": "s"}]), "is of type 'web_search'"),
-        (chat(ANSWER, tools=[{**FUNCTION, "parameters": "none"}]), "tool 1 of 'tools': its 'parameters'"),
         (chat(ANSWER, tools=[TOOL], functions=[FUNCTION]), "the tools are in two places"),
         (chat({**ANSWER, "tools": [TOOL]}), r"'tools' of turn 2 \(assistant\) is not supported"),
-        (chat(ANSWER, chat_template_kwargs="{"), "'chat_template_kwargs' is text that is not JSON"),
         ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "'tools' goes with turns"),
     ],
 )
@@ -174,4 +160,4 @@ def test_settings_of_the_template_are_those_of_the_data_set_and_of_the_document(
 def test_the_texts_of_a_turn_are_those_that_a_model_reads() -> None:
     call = {"name": "f", "arguments": {"a": ["x", {"b": "y"}], "n": 3}}
     turns = turns_of(row(chat(called(tool_calls=[call], reasoning="why"), {"role": "tool", "content": ""}, ANSWER)))
-    assert [texts_of_turn(one) for one in turns] == [["q"], ["why", "x", "y"], [], ["a"]]
+    assert [texts_of_turn(written) for written in turns] == [["q"], ["why", "x", "y"], [], ["a"]]

@@ -39,16 +39,15 @@ from tunebook.model.adapters import (
     with_adapter,
 )
 
+from .conftest import SMALL, small_config
+
 WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 
 
 def base(dtype: torch.dtype = torch.float32, *, is_tied: bool = False) -> PreTrainedModel:
     torch.manual_seed(0)
-    architecture = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=is_tied,
-    )  # fmt: skip
+    architecture = AutoConfig.for_model("llama", **SMALL | {"tie_word_embeddings": is_tied})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
     return model.eval()
 
@@ -70,6 +69,8 @@ def test_a_whole_adapter_is_merged(adapter: Path) -> None:
     merged = with_adapter(base(), adapter, PeftMethod.lora)
     expected = base().model.layers[1].self_attn.q_proj.weight + second @ first * (8 / 4)  # peft's alpha of 8
     torch.testing.assert_close(merged.model.layers[1].self_attn.q_proj.weight, expected)
+    tied = with_adapter(base(is_tied=True), adapter, PeftMethod.lora)
+    assert tied.config.tie_word_embeddings is True and tied.all_tied_weights_keys
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_whole_adapter_is_merged(adapter: Path) -> None:
     [
         (lambda weights: weights.pop(NAME), NAME),
         (lambda weights: weights.update({"extra.weight": torch.zeros(1)}), "extra.weight"),
-        (lambda weights: weights.update({NAME: torch.zeros(2, 16)}), f"{NAME} of shape [2, 16]"),
+        (lambda weights: weights.update({NAME: torch.zeros(2, 32)}), f"{NAME} of shape [2, 32]"),
     ],
     ids=["missing", "unexpected", "misshapen"],
 )
@@ -197,28 +198,15 @@ def test_adapter_on_one_matrix_of_a_tied_pair_is_kept(tmp_path: Path, trained: d
         assert torch.equal(loaded(row).logits, model(row).logits)
 
 
-def test_a_tied_pair_without_an_adapter_stays_tied(adapter: Path) -> None:
-    merged = with_adapter(base(is_tied=True), adapter, PeftMethod.lora)
-    assert merged.config.tie_word_embeddings is True
-    assert merged.all_tied_weights_keys
-
-
 def test_unreached_parts_are_frozen_and_get_no_adapter() -> None:
-    text = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 28,
-        "patch_size": 14,
-    }  # fmt: skip
-    architecture = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model: Any = AutoModelForCausalLM.from_config(architecture)
+    model: Any = AutoModelForCausalLM.from_config(small_config("Gemma3ForConditionalGeneration", **SMALL))
     facts = ModelFacts(unreached=["model.vision_tower", "model.multi_modal_projector"])
     config = plain_config(model=ModelConfig(facts=facts), peft=PeftSettings(method=PeftMethod.lora))
     freeze_unreached(config, model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, _ in model.named_parameters() if name.startswith("model.language_model.")}
+    assert trained == {
+        name for name, _ in model.named_parameters() if name.startswith(("model.language_model.", "lm_head."))
+    }
     adapted: Any = get_peft_model(model, adapter_config(config))  # type: ignore[arg-type]
     adapters = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert len(adapters) == 2 * 7 * 2 and all("language_model.layers" in name for name in adapters)
@@ -237,10 +225,7 @@ EXPERTS = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]
 
 def _gpt_oss() -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8,
-        "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
-    }  # fmt: skip
+    sizes = SMALL | {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes))
     return model
 

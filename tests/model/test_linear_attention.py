@@ -184,14 +184,10 @@ def test_an_adapter_on_the_output_projection_of_mamba_is_trained(monkeypatch, is
     assert all(gradient.norm() > 0 for gradient in gradients)
 
 
-def relative(found, expected):
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
+def test_kernels_keep_documents_apart_on_a_gpu(isolate, relative_difference, kind):
     """As `test_a_packed_row_has_...`, in bf16 with fla-core's kernels; 32 roundoffs as in `train.isolation`.
 
     The documents alone are computed by what transformers calls, which for Mamba-2 is PyTorch.
@@ -215,11 +211,13 @@ def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
     isolate(model, is_on_cpu=False)
     found = packed(documents[0])
     (found.float() ** 2).mean().backward()
-    assert relative(found, alone) < 32 * 2.0**-8
+    assert relative_difference(found, alone) < 32 * 2.0**-8
     with torch.no_grad():
         other = packed((documents[0] + 1) % 120)
     assert not torch.equal(other[:200], found[:200])
-    assert relative(other[200:], found[200:]) <= (32 * 2.0**-8 if kind == "qwen3_next" else 2.0**-9)  # experts: moved
+    assert relative_difference(other[200:], found[200:]) <= (
+        32 * 2.0**-8 if kind == "qwen3_next" else 2.0**-9
+    )  # experts: moved
     for name, parameter in model.named_parameters():
         if expected[name].norm() > 1e-6:
-            assert relative(parameter.grad, expected[name]) < 0.25, name
+            assert relative_difference(parameter.grad, expected[name]) < 0.25, name

@@ -52,62 +52,44 @@ def make_folder(
     return folder
 
 
-def drop(folder: Path, *keys: str) -> Path:
-    """Remove settings of a tokenizer."""
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps({key: value for key, value in settings.items() if key not in keys}))
-    return folder
-
-
 def load(folder: Path, **model: Any) -> Any:
     return load_tokenizer(schema.ModelConfig(path=str(folder), **model))
 
 
-def test_tokenizer_neither_truncates_nor_pads(tmp_path: Path) -> None:
-    tokenizer = load(make_folder(tmp_path / "model", has_padding=True))
+def test_overrides_are_applied_and_nothing_is_truncated_or_padded(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("own {{ messages }}")
+    folder = make_folder(tmp_path / "model", has_padding=True)
+    tokenizer = load(folder, eos_token="<|im_end|>", pad_token="</s>", chat_template=str(tmp_path / "own.jinja"))
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (5, 4)
+    assert tokenizer.chat_template == "own {{ messages }}"
     encodings = tokenizer.backend_tokenizer.encode_batch(["a b a b", "a"])
     assert [encoding.ids for encoding in encodings] == [[0, 1, 0, 1], [0]]
 
 
-def test_overrides_are_applied(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("own {{ messages }}")
-    folder = make_folder(tmp_path / "model")
-    tokenizer = load(folder, eos_token="<|im_end|>", pad_token="</s>", chat_template=str(tmp_path / "own.jinja"))
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (5, 4)
-    assert tokenizer.chat_template == "own {{ messages }}"
-
-
-@pytest.mark.parametrize("key", ["eos_token", "pad_token"])
-def test_an_override_outside_the_vocabulary_is_refused_with_the_nearest(tmp_path: Path, key: str) -> None:
-    with pytest.raises(RequestError, match=r"mean '<\|im_end\|>'") as caught:
-        load(make_folder(tmp_path / "model"), **{key: "<|imend|>"})
-    assert caught.value.problem_id == "token-not-in-vocabulary"
-
-
-def test_no_eos_is_refused(tmp_path: Path) -> None:
-    folder = drop(make_folder(tmp_path / "model"), "eos_token")
-    with pytest.raises(RequestError) as caught:
-        load(folder)
-    assert caught.value.problem_id == "tokenizer-no-eos"
-    assert load(folder, eos_token="</s>").eos_token_id == 4
-
-
-def test_no_padding_token_is_refused_where_one_is_needed(tmp_path: Path) -> None:
-    folder = drop(make_folder(tmp_path / "model", ("</s>", "<|reserved_1|>")), "pad_token")
-    with pytest.raises(RequestError, match=r"model\.pad_token") as caught:
-        load(folder)
-    assert caught.value.problem_id == "tokenizer-no-pad"
-    assert load_tokenizer(schema.ModelConfig(path=str(folder)), is_padded=False).pad_token is None
-    assert load(folder, pad_token="</s>").pad_token == "</s>"  # EOS pads only where a person says so
-
-
 @pytest.mark.parametrize(("key", "problem"), [("eos", "token-not-in-vocabulary"), ("pad", "tokenizer-no-pad")])
-def test_special_tokens_of_its_own_that_do_not_exist_are_refused(tmp_path: Path, key: str, problem: str) -> None:
-    """transformers would add them to the vocabulary, after the model's last row."""
+def test_special_tokens_that_do_not_exist_are_refused(tmp_path: Path, key: str, problem: str) -> None:
+    """transformers would add the tokenizer's own to the vocabulary, after the model's last row."""
+    with pytest.raises(RequestError, match=r"mean '<\|im_end\|>'") as caught:
+        load(make_folder(tmp_path / "model"), **{f"{key}_token": "<|imend|>"})
+    assert caught.value.problem_id == "token-not-in-vocabulary"
     with pytest.raises(RequestError) as caught:
-        load(make_folder(tmp_path / "model", **{f"{key}_token": "<absent>"}))
+        load(make_folder(tmp_path / "own", **{f"{key}_token": "<absent>"}))
     assert caught.value.problem_id == problem
+
+
+@pytest.mark.parametrize("key", ["eos", "pad"])
+def test_no_special_token_is_refused_where_one_is_needed(tmp_path: Path, key: str) -> None:
+    folder = make_folder(tmp_path / "model", ("</s>", "<|reserved_1|>"), pad_token="<|reserved_1|>")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings[f"{key}_token"]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(RequestError, match=rf"model\.{key}_token") as caught:
+        load(folder)
+    assert caught.value.problem_id == f"tokenizer-no-{key}"
+    assert load(folder, **{f"{key}_token": "</s>"}).eos_token_id == 3  # EOS pads only where a person says so
+    if key == "pad":
+        assert load_tokenizer(schema.ModelConfig(path=str(folder)), is_padded=False).pad_token is None
 
 
 def test_missing_folder_or_tokenizer_is_an_error(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,9 @@ from tunebook.model.weight_files import (
     weights_fingerprint,
 )
 
-from .conftest import daily
+from .conftest import SMALL, daily
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -54,30 +51,6 @@ def test_files_are_read_in_the_order_of_transformers(sharded: Path) -> None:
     assert [file.name for file in find_weight_files(sharded)] == ["model.safetensors"]
 
 
-def test_a_file_that_only_the_index_knows_is_missing(sharded: Path) -> None:
-    (sharded / FIRST).unlink()
-    with pytest.raises(RequestError, match=FIRST) as raised:
-        find_weight_files(sharded)
-    assert raised.value.problem_id == "weights-file-missing"
-
-
-@pytest.mark.parametrize("text", ["{", '{"metadata": {}}'])
-def test_an_index_that_is_none(sharded: Path, text: str) -> None:
-    (sharded / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(RequestError, match=r"index\.json") as raised:
-        find_weight_files(sharded)
-    assert raised.value.problem_id == "weights-file-damaged"
-
-
-@pytest.mark.parametrize("kept", [0, -1], ids=["empty", "one byte short"])
-def test_a_file_that_was_cut_off(sharded: Path, kept: int) -> None:
-    whole = (sharded / SECOND).read_bytes()
-    (sharded / SECOND).write_bytes(whole[:kept])
-    with pytest.raises(RequestError, match=SECOND) as raised:
-        read_shapes(find_weight_files(sharded))
-    assert raised.value.problem_id == "weights-file-damaged"
-
-
 class Hostile:
     """Unpickling it writes a file."""
 
@@ -88,18 +61,33 @@ class Hostile:
         return (Path.touch, (self.written,))
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"a": Hostile(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(RequestError) as raised:
-        read_shapes([tmp_path / "pytorch_model.bin"])
-    assert raised.value.problem_id == "weights-file-damaged"
-    assert not (tmp_path / "ran").exists()
+@pytest.mark.parametrize(
+    ("name", "content", "problem_id"),
+    [
+        (FIRST, None, "weights-file-missing"),
+        ("model.safetensors.index.json", b"{", "weights-file-damaged"),
+        ("model.safetensors.index.json", b'{"metadata": {}}', "weights-file-damaged"),
+        (SECOND, b"", "weights-file-damaged"),
+        (SECOND, "one byte short", "weights-file-damaged"),
+        ("pytorch_model.bin", "hostile", "weights-file-damaged"),
+    ],
+)
+def test_files_that_are_missing_damaged_or_run_code(sharded: Path, name: str, content: Any, problem_id: str) -> None:
+    file = sharded / name
+    if content == "hostile":
+        torch.save({"a": Hostile(sharded / "ran")}, file)
+    elif content is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if content == "one byte short" else content)
+    with pytest.raises(RequestError, match=re.escape(name)) as raised:
+        read_shapes([file] if content == "hostile" else find_weight_files(sharded))
+    assert raised.value.problem_id == problem_id
+    assert not (sharded / "ran").exists()
 
 
 def make(kind: str, **sizes: object) -> PreTrainedModel:
-    more = {"head_dim": 8} if kind.startswith("gemma") else {"pad_token_id": 0} if kind == "phi3" else {}
-    architecture = AutoConfig.for_model(kind, **(SIZES | more | sizes))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | sizes))
     return model
 
 
