@@ -52,11 +52,11 @@ def test_several_processes_give_what_one_gives_and_name_a_bad_document(
     assert tokenizer.decode(ids).startswith("01.12.20310<|im_end|>")
 
     refusing = replace(TWO_WORKERS, overlong=Overlong.refuse)
-    found = encode_chunks(make_documents(31, last_answer="x" * 80), replace(settings, dataset=refusing))
-    assert [next(found) for _ in range(2)] == alone[:2]  # the last of 30 has another answer
-    next(found)
+    results = encode_chunks(make_documents(31, last_answer="x" * 80), replace(settings, dataset=refusing))
+    assert [next(results) for _ in range(2)] == alone[:2]  # the last of 30 has another answer
+    next(results)
     with pytest.raises(DataError, match=r"^a:30: ") as caught:
-        next(found)
+        next(results)
     assert caught.value.problem_id == "document-too-long"
 
 

@@ -87,8 +87,8 @@ def test_prompt_and_completion_are_two_texts_or_turns_of_which_the_completions_a
     assert normalizer.kind is CorpusKind.prompt_completion
     with pytest.raises(DocumentError, match="of kind conversation, but those before it are of kind prompt_completion"):
         normalizer.row({"prompt": HELLO[:1], "completion": HELLO[1:]})
-    found = turns({"prompt": [*HELLO, HELLO[0]], "completion": [HELLO[1]], "system": "Be brief."})
-    assert [is_trained for _, _, is_trained in found] == [False, False, False, False, True]
+    written = turns({"prompt": [*HELLO, HELLO[0]], "completion": [HELLO[1]], "system": "Be brief."})
+    assert [is_trained for _, _, is_trained in written] == [False, False, False, False, True]
     with pytest.raises(DocumentError, match="only turns of the completion can be"):
         normalize({"prompt": [HELLO[0], {**HELLO[1], "loss": True}, HELLO[0]], "completion": [HELLO[1]]})
     with pytest.raises(DocumentError, match="'system' goes with turns"):
@@ -102,8 +102,8 @@ def test_prompt_and_completion_are_two_texts_or_turns_of_which_the_completions_a
     ],
 )  # fmt: skip
 def test_a_turn_opts_out_by_the_flags_of_other_tools(off: dict[str, Any]) -> None:
-    found = turns({"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "loss": True}]})
-    assert [is_trained for _, _, is_trained in found] == [False, False, False, True]
+    written = turns({"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "loss": True}]})
+    assert [is_trained for _, _, is_trained in written] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

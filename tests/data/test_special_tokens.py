@@ -50,8 +50,8 @@ def letters(text: str) -> dict[str, int]:
 
 def bpe_with_prefix() -> Tokenizer:
     """As LLaMA 2's: every stretch of text gets a mark before it, and the special tokens are words of the vocabulary."""
-    words = letters("▁abcdefghijklmnopqrstuvwxyz<>/|[]_ISNT.")
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word: number + 3 for word, number in words.items()}
+    pieces = letters("▁abcdefghijklmnopqrstuvwxyz<>/|[]_ISNT.")
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word: number + 3 for word, number in pieces.items()}
     vocab["▁a"] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

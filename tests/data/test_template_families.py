@@ -128,10 +128,10 @@ def expected(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> 
 
 def texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
     """The stretches of trained tokens as text."""
-    runs, found = "".join(map(str, mask)), []
+    runs, stretches = "".join(map(str, mask)), []
     for run in re.finditer("1+", runs):
-        found.append(tokenizer.decode(ids[run.start() : run.end()], skip_special_tokens=False))
-    return found
+        stretches.append(tokenizer.decode(ids[run.start() : run.end()], skip_special_tokens=False))
+    return stretches
 
 
 PLAIN_FAMILIES = (
@@ -197,8 +197,8 @@ def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family:
     trained = texts(tokenizer, ids, mask)
     for tool in ("end", "call", "e"):  # whatever its letters are
         messages, tools = json.loads(json.dumps([WITH_TOOLS, TOOLS]).replace("weather", tool))
-        found = texts(tokenizer, *encode(tokenizer, messages, tools=tools)[:2])
-        assert found == [text.replace("weather", tool) for text in trained], tool
+        stretches = texts(tokenizer, *encode(tokenizer, messages, tools=tools)[:2])
+        assert stretches == [text.replace("weather", tool) for text in trained], tool
     assert len(trained) == 3 or encoder.counts.notes[REWRITTEN]
     assert "Gladly." in trained[-1]
     if name != "qwen3":  # which writes an empty thought in the last answer alone

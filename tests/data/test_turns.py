@@ -64,8 +64,8 @@ def test_every_way_to_write_a_call_is_one_form(written: dict[str, Any]) -> None:
 
 def test_a_call_may_have_a_text_before_it_and_several_are_kept_in_order() -> None:
     second = {"type": "function", "function": {"name": "g", "arguments": {}}}
-    found = turn(chat({"role": "assistant", "content": "I look.", "tool_calls": [WITH_ID, second]}))
-    assert (found["content"], found["tool_calls"]) == ("I look.", [WITH_ID, second])
+    parsed = turn(chat({"role": "assistant", "content": "I look.", "tool_calls": [WITH_ID, second]}))
+    assert (parsed["content"], parsed["tool_calls"]) == ("I look.", [WITH_ID, second])
     sharegpt = [
         {"from": "human", "value": "q"},
         {"from": "gpt", "value": "I look."},
@@ -98,11 +98,11 @@ def test_a_result_may_be_empty_or_an_object_and_is_not_trained_on(role: str) -> 
         ("", ""), ({"sky": "grey"}, '{"sky": "grey"}'), ([{"type": "text", "text": "1"}], "1"), ([{"text": "1"}], "1"),
         ([{"sky": "grey"}, {"content": "c"}], '[{"sky": "grey"}, {"content": "c"}]'),
     ):  # fmt: skip
-        found = turn(chat(called(tool_calls=[CALL]), {"role": role, "content": content}, ANSWER), 2)
-        assert found == {"role": "tool", "content": expected, "train": False}
+        parsed = turn(chat(called(tool_calls=[CALL]), {"role": role, "content": content}, ANSWER), 2)
+        assert parsed == {"role": "tool", "content": expected, "train": False}
     result = {"role": role, "content": "1", "tool_call_id": "c1"}
-    found = turn(chat(called(tool_calls=[WITH_ID]), result, ANSWER), 2)
-    assert (found["name"], found["tool_call_id"]) == ("f", "c1")  # named by its call
+    parsed = turn(chat(called(tool_calls=[WITH_ID]), result, ANSWER), 2)
+    assert (parsed["name"], parsed["tool_call_id"]) == ("f", "c1")  # named by its call
 
 
 @pytest.mark.parametrize(

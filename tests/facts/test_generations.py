@@ -46,7 +46,7 @@ def test_flash_attention_starts_at_a_generation(attention, oldest):
     ],
 )
 def test_the_driver_decides_the_image(generation, driver, image, torch):
-    found = image_for_driver(generation, driver)
-    assert found is not None
-    assert (found.name, found.torch) == (image, torch)
+    pins = image_for_driver(generation, driver)
+    assert pins is not None
+    assert (pins.name, pins.torch) == (image, torch)
     assert image_for_driver(generation, "470.82.01") is None  # older than those of every image

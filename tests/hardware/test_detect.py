@@ -159,8 +159,8 @@ def test_what_triton_lacks_to_build_its_launchers(
         monkeypatch.setenv("CC", variable)
     if has_headers:
         (tmp_path / "Python.h").touch()
-    found = detect_machine(no_gpu_because="not looked for").missing_for_triton
-    assert found is None if missing is None else missing in found
+    lacking = detect_machine(no_gpu_because="not looked for").missing_for_triton
+    assert lacking is None if missing is None else missing in lacking
 
 
 def test_no_gpus_and_no_driver(monkeypatch, nvml):

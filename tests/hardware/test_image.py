@@ -68,9 +68,9 @@ def test_an_image_for_gpus_one_without_and_none(tmp_path: Path) -> None:
 def test_what_torchs_flags_run_on(
     tmp_path: Path, flags: list[str], capability: tuple[int, int], has_code: bool
 ) -> None:
-    found = image(tmp_path, AMPERE | {"arch_list": flags})
-    assert found is not None
-    assert found.has_code_for(capability) is has_code
+    description = image(tmp_path, AMPERE | {"arch_list": flags})
+    assert description is not None
+    assert description.has_code_for(capability) is has_code
 
 
 @pytest.mark.parametrize("facts", ["{", "[]", {}, AMPERE | {"compute_capabilities": ["80"]}], ids=str)

@@ -124,13 +124,13 @@ def test_blocks_with_adapters_are_recomputed_outside_their_graph_with_the_same_d
         assert all(block.gradient_checkpointing for block in transformer_blocks(base).values())
         return loss, gradients, len(kept)
 
-    (expected_loss, expected, num_kept), (loss, found, num_kept_compiled) = (
+    (expected_loss, expected, num_kept), (loss, computed, num_kept_compiled) = (
         trained(is_compiled=is_compiled) for is_compiled in (False, True)
     )
     assert relative_difference(loss, expected_loss) < ROUNDING
-    assert found
-    assert list(found) == list(expected)
-    for name, gradient in found.items():
+    assert computed
+    assert list(computed) == list(expected)
+    for name, gradient in computed.items():
         assert relative_difference(gradient, expected[name]) < ROUNDING, name
     assert called
     assert "tag_activation_checkpoint" not in called, "no compiler divides what is recomputed"
@@ -158,12 +158,12 @@ def test_selective_recomputation_has_the_same_gradients(small_qwen2, relative_di
         loss.backward()
         return shapes, {name: parameter.grad for name, parameter in model.named_parameters()}, model.config
 
-    (stored, expected, config), (selective, found, _) = trained(False), trained(True)
+    (stored, expected, config), (selective, computed, _) = trained(False), trained(True)
     inner = (INPUTS["input_ids"].numel(), config.intermediate_size)
     # Gate, up and what the last product reads of both; and without the last.
     assert [shape[-2:] for shape in stored].count(inner) == 3
     assert [shape[-2:] for shape in selective].count(inner) == 2
-    for name, gradient in found.items():
+    for name, gradient in computed.items():
         assert relative_difference(gradient, expected[name]) < ROUNDING, name
 
 
@@ -235,11 +235,11 @@ def test_blocks_with_experts_are_one_graph_and_compute_the_same(form, has_router
 
     for num_tokens in (24, 17):
         logits, routed, expected = measured(plain, num_tokens)
-        found_logits, found_routed, found = measured(compiled, num_tokens)
+        found_logits, found_routed, computed = measured(compiled, num_tokens)
         assert torch.equal(found_logits, logits)
         assert len(routed or ()) == len(found_routed or ()) == (2 if has_router_loss else 0)
         assert all(map(torch.equal, found_routed or (), routed or ()))
-        for name, gradient in found.items():
+        for name, gradient in computed.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
     assert len(graphs) == 1
     assert not torch._dynamo.utils.counters["graph_break"]

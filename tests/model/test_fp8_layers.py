@@ -67,8 +67,8 @@ class TestConverted:
         converted = model(**sizes, intermediate_size=4112, num_hidden_layers=1)
         before = dict(converted.named_parameters())
         names = convert_to_fp8(converted, scaling, emulate=True)
-        found = {name for name, layer in converted.named_modules() if type(layer).__name__ == "Float8Linear"}
-        assert found == set(names) != set()
+        layers = {name for name, layer in converted.named_modules() if type(layer).__name__ == "Float8Linear"}
+        assert layers == set(names) != set()
         assert count_fp8_layers(converted) == len(names)
         assert all(before[name] is parameter for name, parameter in converted.named_parameters())
         assert list(before) == [name for name, _ in converted.named_parameters()]

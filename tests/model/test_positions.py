@@ -59,15 +59,15 @@ def test_rotations_are_those_of_the_paper_and_of_a_stretched_config(name):
     architecture = architecture_of(TYPES[name])
     plain, _ = rotations(AutoModelForCausalLM.from_config(architecture))
     stretch_positions(architecture, ModelConfig(yarn_factor=8, yarn_original_positions=256))
-    found, scaling = rotations(AutoModelForCausalLM.from_config(architecture))
-    torch.testing.assert_close(found, by_the_paper(plain, 8, 256), rtol=1e-5, atol=0)
+    speeds, scaling = rotations(AutoModelForCausalLM.from_config(architecture))
+    torch.testing.assert_close(speeds, by_the_paper(plain, 8, 256), rtol=1e-5, atol=0)
     assert scaling == pytest.approx(0.1 * math.log(8) + 1)
     assert architecture.max_position_embeddings == 2048
     stated = {"factor": 8.0, "original_max_position_embeddings": 256, "rope_type": "yarn"}
     own = architecture_of(
         TYPES[name], rope_parameters=stated | {"rope_theta": architecture.rope_parameters["rope_theta"]}
     )
-    torch.testing.assert_close(found, rotations(AutoModelForCausalLM.from_config(own))[0], rtol=0, atol=0)
+    torch.testing.assert_close(speeds, rotations(AutoModelForCausalLM.from_config(own))[0], rtol=0, atol=0)
 
 
 def test_a_saved_model_stays_stretched_once(tmp_path):
