@@ -22,11 +22,13 @@ def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "gradients", "weights"),
     [
+        (Strategy.single, False, False, False),
         (Strategy.ddp, False, False, False),
         (Strategy.zero1, True, False, False),
         (Strategy.zero2, True, True, False),
         (Strategy.zero3, True, True, True),
         (Strategy.fsdp, True, True, True),
+        (Strategy.fsdp_grad_op, True, True, True),
         (Strategy.hsdp, True, True, True),
     ],
 )
