@@ -52,8 +52,8 @@ def write_tokenizer(
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(left + right for left, right in merges), *pieces]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(merges)))
+    vocabulary = [*alphabet, *(left + right for left, right in merges), *pieces]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(vocabulary)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

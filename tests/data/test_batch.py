@@ -40,28 +40,15 @@ def test_528_documents_on_8_gpus_as_published(requested, micro, accumulation):
     assert plan.rows_per_step == 528
 
 
-def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
-    lengths = np.random.default_rng(0).integers(20, 600, 1500).astype(np.int64)
-    config = config_of(PackingMode.isolated, 8, global_samples=64, num_epochs=3)
-    plan = solve_batch(config, lengths)
-    assert plan.rows_per_step % 8 == 0
-    assert plan.documents_per_step == 64
-    assert (plan.steps_per_epoch, plan.total_steps) == (24, 72)  # 1500 / 64 = 23.4
-    schedule = schedule_of(config, plan, lengths)
-    for epoch in range(3):
-        for step in schedule.steps_of_epoch(epoch):
-            rows = schedule.rows_of_step(step)
-            assert len(rows) == plan.rows_per_step
-            assert max(int(lengths[row].sum()) for row in rows if row) <= 1024
-
-
 def test_estimate_before_the_data_is_prepared():
     unknown = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
-    assert (unknown.rows_per_step, unknown.accumulation, unknown.total_steps) == (None, None, None)
+    assert (unknown.rows_per_step, unknown.accumulation, unknown.total_steps, unknown.longest_row) == (None,) * 4
     plan = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528, mean_tokens=400.0), None)
     assert plan.is_estimate
     assert plan.rows_per_step == 208  # 528 x 400 / 1024 = 206.25, in eights
     assert plan.tokens_per_step == 211_200
+    beyond = solve_batch(config_of(PackingMode.isolated, 1, global_samples=4, mean_tokens=5000.0), None)
+    assert beyond.tokens_per_step == 4 * 1024  # no document is longer
 
 
 @pytest.mark.parametrize(("samples", "mean"), [(16, None), (16, 400.0), (24, None)])
@@ -78,7 +65,7 @@ def test_one_pass_is_planned_where_even_the_longest_documents_fit_into_it(sample
 def test_a_token_budget_fixes_the_rows():
     lengths = np.full(1000, 256, dtype=np.int64)
     plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths)
-    assert (plan.rows_per_step, plan.accumulation) == (32, 8)
+    assert (plan.rows_per_step, plan.accumulation, plan.longest_row) == (32, 8, 1024)
     assert plan.documents_per_step == pytest.approx(1000 / 8)  # 128 documents a step, the last has 104
     assert batch_lines(plan)[1] == "  one optimizer step: at most 32768 tokens"
     plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=9000), None)
@@ -91,16 +78,8 @@ def test_a_batch_larger_than_the_data_is_refused():
     assert caught.value.problem_id == "batch-larger-than-data"
 
 
-@pytest.mark.parametrize(("max_steps", "expected"), [(None, 15), (7, 7)])
-def test_steps_follow_from_epochs_unless_said(max_steps, expected):
-    lengths = np.full(100, 10, dtype=np.int64)
-    config = config_of(PackingMode.isolated, 1, global_samples=10, num_epochs=1.5, max_steps=max_steps)
-    assert solve_batch(config, lengths).total_steps == expected
-
-
-@pytest.mark.parametrize("documents", [1500, 1503])
-def test_the_padding_is_what_the_ranks_will_count(documents):
-    lengths = np.random.default_rng(1).integers(20, 1024, documents).astype(np.int64)
+def test_the_padding_is_what_the_ranks_will_count():
+    lengths = np.random.default_rng(1).integers(20, 1024, 1503).astype(np.int64)
     config = config_of(PackingMode.padded, 2, global_samples=24, micro_batch_size=4)
     plan = solve_batch(config, lengths)
     batches = RankBatches(
@@ -108,34 +87,26 @@ def test_the_padding_is_what_the_ranks_will_count(documents):
     )
     assert len(list(batches)) == plan.steps_per_epoch * plan.accumulation
     counted = batches.totals(0, plan.steps_per_epoch)
-    assert counted.documents == documents
+    assert counted.documents == 1503
+    assert plan.longest_row == lengths.max()
     assert plan.padding_share == pytest.approx(1 - counted.tokens / counted.computed_tokens)
     assert 0.3 < plan.padding_share < 0.5
 
 
-def test_a_stated_mean_beyond_the_longest_document_is_cut():
-    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=4, mean_tokens=5000.0), None)
-    assert plan.tokens_per_step == 4 * 1024
-
-
-@pytest.mark.parametrize(("samples", "max_steps"), [(6, None), (64, None), (64, 5)])
-def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps):
+@pytest.mark.parametrize(("samples", "max_steps", "total"), [(6, None, 375), (64, None, 36), (64, 5, 5)])
+def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps, total):
     lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
-    config = config_of(PackingMode.isolated, 2, global_samples=samples, num_epochs=2, max_steps=max_steps)
+    config = config_of(PackingMode.isolated, 2, global_samples=samples, num_epochs=1.5, max_steps=max_steps)
     config.packing.row_length = 8192
     plan = solve_batch(config, lengths)
+    assert (plan.total_steps, plan.documents_per_step) == (total, samples)
+    assert plan.rows_per_step % 2 == 0
     schedule = schedule_of(config, plan, lengths)
     steps = [step for epoch in range(2) for step in schedule.steps_of_epoch(epoch)][: plan.total_steps]
     rows = [row for step in steps for row in schedule.rows_of_step(step)]
+    assert len(rows) == len(steps) * plan.rows_per_step
     assert plan.longest_row == max(int(lengths[row].sum()) for row in rows)
     assert plan.longest_row < 8192
-
-
-def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():
-    lengths = np.full(1000, 256, dtype=np.int64)
-    assert solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths).longest_row == 1024
-    assert solve_batch(config_of(PackingMode.padded, 4, global_samples=16), lengths).longest_row == 256
-    assert solve_batch(config_of(PackingMode.isolated, 4, global_samples=16), None).longest_row is None
 
 
 def documents_of(dataset, max_length=1024):
@@ -149,11 +120,8 @@ def test_the_mean_is_that_of_the_documents_that_are_drawn(sigma, most, longest):
     batches = generate(settings, num_documents=settings.num_documents, vocab_size=1000, eos_token_id=0)
     drawn = np.concatenate([batch.column("input_ids").value_lengths().to_numpy() for batch in batches])
     assert mean_tokens(config) == pytest.approx(float(np.minimum(drawn, longest).mean()), rel=1e-9)
-
-
-def test_a_stated_mean_comes_first_and_otherwise_nothing_is_known():
-    assert mean_tokens(documents_of(DatasetConfig(source=Source.synthetic, mean_tokens=300.0))) == 300
-    assert mean_tokens(documents_of(DatasetConfig(path="a.jsonl", mean_tokens=3000.0))) == 1024
+    config.dataset.mean_tokens = 3000.0
+    assert mean_tokens(config) == min(longest, 3000), "a stated mean comes first"
     assert mean_tokens(documents_of(DatasetConfig(path="a.jsonl"))) is None
 
 
@@ -171,8 +139,7 @@ def test_documents_of_an_epoch_are_those_read_without_those_held_out(dataset, ex
     assert count_documents(documents_of(dataset)) == expected
 
 
-@pytest.mark.parametrize(("source", "longest"), [(Source.synthetic, 512), (Source.files, 1024)])
-def test_generated_documents_are_no_longer_than_they_are_drawn(source, longest):
-    dataset = DatasetConfig(source=source, path="a.jsonl", synthetic=SyntheticConfig(max_tokens=512))
-    assert longest_document(documents_of(dataset)) == longest
-    assert longest_document(documents_of(dataset, max_length=256)) == 256
+def test_generated_documents_are_no_longer_than_they_are_drawn():
+    dataset = DatasetConfig(source=Source.synthetic, synthetic=SyntheticConfig(max_tokens=512))
+    assert [longest_document(documents_of(dataset, max_length)) for max_length in (1024, 256)] == [512, 256]
+    assert longest_document(documents_of(DatasetConfig(path="a.jsonl"))) == 1024

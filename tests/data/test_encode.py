@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tunebook.config.choices import SpecialText, TrainOn
-from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder
 from tunebook.errors import DataError, RequestError
-from tunebook.model.tokenizer import load_tokenizer
 
-from .conftest import chat_row, turns_of
+from .conftest import chat_row
 
 Tokenizers = Callable[..., Any]
 
@@ -66,42 +61,6 @@ def test_everything_needs_no_assistants_turn_to_be_found(tiny_tokenizer: Tokeniz
     assert document.num_trained == len("user:Hi") + 1 + len("assistant:Yo") + 1 - 1
 
 
-def test_letters_of_several_bytes_belong_to_the_answer_whole(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer()
-    document = encode_one(tokenizer, CorpusKind.conversation, conversation(("user", "né"), ("assistant", "é日")))
-    assert trained_text(tokenizer, document) == "é日<|im_end|>"
-    assert document.num_trained == 2 + 3 + 1
-
-
-def test_the_quickstart_is_masked_as_transformers_does(project_root: Path) -> None:
-    """Its template has markers, so transformers can say independently which tokens are the assistant's."""
-    folder = project_root / "recipes" / "quickstart"
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
-    roles = {"human": "user", "gpt": "assistant", "system": "system"}
-    with (folder / "data" / "train.jsonl").open() as lines:
-        raw = [json.loads(line)["conversations"] for line in islice(lines, 100)]
-    rows = [conversation(*((roles[turn["from"]], turn["value"]) for turn in turns)) for turns in raw]
-    documents = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode(rows)
-    expected = tokenizer.apply_chat_template(
-        [turns_of(row) for row in rows], return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert [document.input_ids for document in documents] == expected["input_ids"]
-    masks = [[int(label != -100) for label in document.labels] for document in documents]
-    assert masks == expected["assistant_masks"]
-    assert max(map(sum, masks)) > 3
-
-
-def test_markers_and_prompts_give_the_same_labels(tiny_tokenizer: Tokenizers, project_root: Path) -> None:
-    marked = (project_root / "recipes" / "quickstart" / "model" / "chat_template.jinja").read_text()
-    row = conversation(
-        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo"), ("user", "Go"), ("assistant", "Ok")
-    )
-    by_markers = encode_one(tiny_tokenizer(template=marked), CorpusKind.conversation, row)
-    by_prompts = encode_one(tiny_tokenizer(), CorpusKind.conversation, row)
-    assert by_markers == by_prompts
-    assert by_markers.num_trained == 6
-
-
 def test_two_bos_are_an_error(tiny_tokenizer: Tokenizers) -> None:
     template = "{%- for m in messages %}{{- '<s>' + m.content + '<|im_end|>' }}{%- endfor %}"
     tokenizer = tiny_tokenizer(template=template, bos_token="<s>", adds_bos=True)
@@ -109,10 +68,9 @@ def test_two_bos_are_an_error(tiny_tokenizer: Tokenizers) -> None:
     document = encode_one(tokenizer, CorpusKind.conversation, row)  # the tokenizer's own is not added to the template's
     assert document.input_ids.count(tokenizer.bos_token_id) == 2
     row = conversation(("user", "<s>Hi"), ("assistant", "Yo"))
-    with pytest.raises(DataError, match="a:1: the document begins with two BOS tokens"):
-        encode_one(tokenizer, CorpusKind.conversation, row, special_text=SpecialText.keep)
-    with pytest.raises(DataError, match="a:1: the document begins with two BOS tokens"):
-        encode_one(tokenizer, CorpusKind.text, {"text": "<s>Hi", "origin": "a:1"})
+    for kind, doubled in ((CorpusKind.conversation, row), (CorpusKind.text, {"text": "<s>Hi", "origin": "a:1"})):
+        with pytest.raises(DataError, match="a:1: the document begins with two BOS tokens"):
+            encode_one(tokenizer, kind, doubled, special_text=SpecialText.keep)
 
 
 def test_an_end_token_that_is_cut_up_is_an_error(tiny_tokenizer: Tokenizers) -> None:
@@ -144,11 +102,8 @@ def test_text_gets_one_eos_and_its_bos(tiny_tokenizer: Tokenizers) -> None:
     assert documents[0] == documents[1]
     assert tokenizer.decode(documents[0].input_ids) == "<s>Hi</s>"
     assert documents[0].labels == [-100, *documents[0].input_ids[1:]]
-
-
-def test_text_has_no_assistant(tiny_tokenizer: Tokenizers) -> None:
-    with pytest.raises(RequestError, match=r"plain text.*dataset\.train_on=everything"):
-        Encoder(CorpusKind.text, TrainOn.assistant, tiny_tokenizer())
+    with pytest.raises(RequestError, match=r"dataset\.train_on=everything"):
+        Encoder(CorpusKind.text, TrainOn.assistant, tokenizer)
 
 
 def test_a_completion_is_trained_on_and_its_prompt_is_not(tiny_tokenizer: Tokenizers) -> None:
@@ -159,14 +114,6 @@ def test_a_completion_is_trained_on_and_its_prompt_is_not(tiny_tokenizer: Tokeni
     assert trained_text(tokenizer, document) == "4</s>"
     everything = encode_one(tokenizer, CorpusKind.prompt_completion, row, TrainOn.everything)
     assert trained_text(tokenizer, everything) == "2+2=4</s>"
-
-
-def test_a_token_over_the_boundary_counts_as_the_completions(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer(merges=(("=", "4"),))
-    encoder = Encoder(CorpusKind.prompt_completion, TrainOn.auto, tokenizer)
-    document = encoder.encode([{"prompt": "2+2=", "completion": "4", "origin": "a:1"}])[0]
-    assert document.labels[:3] == [-100, -100, -100]
-    assert trained_text(tokenizer, document) == "=4<|im_end|>"
 
 
 def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
@@ -180,7 +127,7 @@ def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
     assert [document.labels for document in everything] == [[-100, 6, 7], [-100, 6, 7]]
 
 
-def test_a_token_over_the_start_of_an_answer_is_counted(tiny_tokenizer: Tokenizers) -> None:
+def test_a_token_over_the_start_of_an_answer_or_completion_is_counted(tiny_tokenizer: Tokenizers) -> None:
     """The template begins an answer with no special token, and the tokenizer joins its first letter with the mark."""
     template = """\
 {%- for m in messages %}{{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}
@@ -189,6 +136,9 @@ def test_a_token_over_the_start_of_an_answer_is_counted(tiny_tokenizer: Tokenize
     encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tokenizer)
     document = encoder.encode([conversation(("user", "Hi"), ("assistant", "Yo"))])[0]
     assert trained_text(tokenizer, document) == ":Yo<|im_end|>"
+    document = completion(tokenizer, "2+2:", "Y")
+    assert document.labels[:3] == [-100, -100, -100]
+    assert trained_text(tokenizer, document) == ":Y<|im_end|>"
 
 
 def test_documents_with_the_text_of_a_special_token_keep_their_place(tiny_tokenizer: Tokenizers) -> None:
@@ -200,6 +150,7 @@ def test_documents_with_the_text_of_a_special_token_keep_their_place(tiny_tokeni
         "a<|im_end|>b<|im_end|>",
         "日<|im_end|>",
     ]
+    assert [document.num_trained for document in documents] == [2 + 1, 12 + 1, 3 + 1]
     assert [document.labels.count(tokenizer.eos_token_id) for document in documents] == [1, 1, 1]
 
 

@@ -10,7 +10,7 @@ from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.formats import FormatSettings, Normalizer, detect_format, field_templates, known_columns
-from tunebook.data.problems import DocumentError, KeyAccount, is_empty
+from tunebook.data.problems import DocumentError, KeyAccount
 from tunebook.errors import RequestError
 
 from .conftest import turns_of
@@ -54,11 +54,9 @@ def test_the_format_is_detected_by_the_keys(record: dict[str, Any], format: Form
     assert detect_format(record, "text") is format
 
 
-def test_an_unknown_format_names_the_keys_found_and_the_keys_each_format_needs() -> None:
-    with pytest.raises(DocumentError) as caught:
-        detect_format({"question": "a", "answer": "b", "text": None}, "text")
-    assert "its keys are: question, answer." in caught.value.message  # a null `text` is no text
-    assert "alpaca: instruction, output" in caught.value.message
+def test_an_unknown_format_names_the_keys() -> None:
+    with pytest.raises(DocumentError, match=r"its keys are: question, answer\."):
+        detect_format({"question": "a", "answer": "b", "text": None}, "text")  # a null `text` is no text
     assert normalize({"content": "whole document"}, text_field="content") == {"text": "whole document"}
 
 
@@ -89,8 +87,8 @@ def test_prompt_and_completion_are_two_texts_or_turns_of_which_the_completions_a
     assert normalizer.kind is CorpusKind.prompt_completion
     with pytest.raises(DocumentError, match="of kind conversation, but those before it are of kind prompt_completion"):
         normalizer.row({"prompt": HELLO[:1], "completion": HELLO[1:]})
-    found = turns({"prompt": [*HELLO, HELLO[0]], "completion": [HELLO[1]], "system": "Be brief."})
-    assert [is_trained for _, _, is_trained in found] == [False, False, False, False, True]
+    written = turns({"prompt": [*HELLO, HELLO[0]], "completion": [HELLO[1]], "system": "Be brief."})
+    assert [is_trained for _, _, is_trained in written] == [False, False, False, False, True]
     with pytest.raises(DocumentError, match="only turns of the completion can be"):
         normalize({"prompt": [HELLO[0], {**HELLO[1], "loss": True}, HELLO[0]], "completion": [HELLO[1]]})
     with pytest.raises(DocumentError, match="'system' goes with turns"):
@@ -100,13 +98,12 @@ def test_prompt_and_completion_are_two_texts_or_turns_of_which_the_completions_a
 @pytest.mark.parametrize(
     "off",
     [
-        {"train": False}, {"loss": False}, {"trainable": False}, {"loss_mask": 0}, {"loss_weight": 0.0},
-        {"training": False}, {"loss_scale": 0}, {"weight": 0, "loss": True},
+        {"train": False}, {"trainable": False}, {"loss_mask": 0}, {"loss_weight": 0.0}, {"weight": 0, "loss": True},
     ],
 )  # fmt: skip
 def test_a_turn_opts_out_by_the_flags_of_other_tools(off: dict[str, Any]) -> None:
-    found = turns({"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "loss": True}]})
-    assert [is_trained for _, _, is_trained in found] == [False, False, False, True]
+    written = turns({"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "loss": True}]})
+    assert [is_trained for _, _, is_trained in written] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -143,32 +140,21 @@ ASK, ANSWER = ("human", "q"), ("gpt", "a")
         (sharegpt(), "the conversation is empty"),
         (sharegpt(ASK), "no assistant turn"),
         (sharegpt(ASK, ("gpt", " \n")), r"the value of turn 2 \(assistant\) is empty"),
-        (sharegpt(ASK, ("gpt", None)), r"the value of turn 2 \(assistant\) is null"),
-        (sharegpt(ASK, ("gpt", [7])), "part 1 of the value of turn 2 .* is a JSON number"),
         (sharegpt(ASK, ("asistant", "a")), r"unknown role 'asistant' in turn 2. Did you mean 'assistant'\?.*human"),
         (sharegpt(ASK, ("system", "s"), ANSWER), "turn 2 is a system turn"),
-        ({"conversations": {"from": "human"}}, "'conversations' is a JSON object"),
-        ({"conversations": ["q", "a"]}, "turn 1 is a JSON string"),
         ({"conversations": [{"who": "human", "value": "q"}]}, r"turn 1 has no 'role' .* its keys are: who, value"),
         ({"conversations": [{"from": "human", "content": "q"}]}, r"turn 1 \(user\) has no 'value'"),
         (with_turn(weight=0), "every assistant turn is marked as not to be trained on"),
         (with_turn(weight=0.5), "weight: 0.5"),
         ({"messages": [{**HELLO[0], "train": True}, HELLO[1]]}, r"turn 1 \(user\) asks to be trained on"),
-        ({"instruction": "", "output": "b"}, "'instruction' is empty"),
         ({"instruction": "a", "output": "b", "history": ["q"]}, "'history' must be a list of"),
         ({"prompt": "a", "completion": HELLO}, "two texts or two lists of turns"),
-        ({"text": b"a"}, "'text' is of type bytes"),
-        ({"input_ids": []}, "'input_ids' must be a list of whole numbers"),
         ({"input_ids": [1, True]}, "'input_ids' must be a list of whole numbers"),
         ({"input_ids": [1, 100]}, "'input_ids' holds 100"),
-        ({"input_ids": [1, -1]}, "'input_ids' holds -1"),
         ({"input_ids": [1, 2], "labels": [1]}, "'labels' has 1 entries and 'input_ids' 2"),
-        ({"input_ids": [1, 2], "labels": [1, 100]}, "'labels' holds 100"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "no token after the first to train on"),
-        ({"input_ids": IDS, "attention_mask": [0] * 7}, "no token after the first to train on"),
         ({"input_ids": IDS, "completion_mask": [0, 0, 0, 0, 0, 0, 0.5]}, "'completion_mask' must be a list of 0 and 1"),
         ({"input_ids": IDS, "position_ids": [0, 1, 2, 3, 0, 1, 2]}, "several documents are packed into this row"),
-        ({"input_ids": IDS, "seq_lengths": [4, 3]}, "several documents are packed into this row"),
     ],
 )
 def test_a_document_that_cannot_be_used_names_the_place(record: dict[str, Any], message: str) -> None:
@@ -191,10 +177,8 @@ def without(record: dict[str, Any], key: str) -> dict[str, Any]:
         ({**PAIR, "tool_calls": [CALL]}, "tool_calls"),
         (with_turn(Thinking="because"), "Thinking"),
         ({**CHAT, "image": "cat.jpg"}, "image"),
-        ({**CHAT, "rejected": [HELLO[1]]}, "rejected"),
         ({"text": "a", "system": "Be brief."}, "system"),
         (with_turn(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), "train_detail"),
-        ({"input_ids": [1, 2, 3], "response_mask": [0, 0, 1]}, "response_mask"),
     ],
 )
 def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[str, Any], key: str) -> None:
@@ -206,10 +190,9 @@ def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[
 
 @pytest.mark.parametrize(
     "nothing",
-    [None, "", " ", "[]", "{}", "null", [], {}, [None], ["", []], {"name": None, "arguments": ""}, [{"id": None}]],
+    [None, " ", "[]", "null", {}, ["", []], {"name": None, "arguments": ""}, [{"id": None}]],
 )
 def test_a_key_without_a_value_means_nothing(nothing: Any) -> None:
-    assert is_empty(nothing)
     assert normalize({**with_turn(tool_calls=nothing), "tools": nothing, "image": nothing}) == normalize(CHAT)
 
 
@@ -240,9 +223,7 @@ def test_any_fields_become_a_question_and_an_answer() -> None:
     ("source", "record", "message"),
     [
         (BOOLQ, {"passage": "a", "question": "b"}, "dataset.answer_template .*'answer' is undefined"),
-        (BOOLQ, {"passage": None, "question": "b", "answer": True}, "dataset.question_template .*'passage'"),
         (BOOLQ, {"passage": " ", "question": "b", "answer": True, "image": "x.png"}, "'image' of the document"),
-        (DatasetSource(question_template="{{a}}", answer_template="{{ '' if a }}"), {"a": "x"}, "is empty"),
         (DatasetSource(question_template="{{a.__class__.__mro__}}", answer_template="{{a}}"), {"a": "x"}, "__class__"),
     ],
 )

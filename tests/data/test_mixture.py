@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,14 @@ def write(path: Path, records: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def chats(name: str, number: int) -> list[dict[str, Any]]:
-    return [
-        {"messages": [{"role": "user", "content": f"{name} {n}"}, {"role": "assistant", "content": "yes"}]}
-        for n in range(number)
-    ]
-
-
 def test_a_mixture_of_formats_of_one_kind(tmp_path: Path) -> None:
     alpaca = [{"instruction": f"task {number}", "output": "done"} for number in range(30)]
+    chats = [
+        {"messages": [{"role": "user", "content": f"chat {n}"}, {"role": "assistant", "content": "yes"}]}
+        for n in range(100)
+    ]
     parts = {
-        "chat": MixturePart(path=write(tmp_path / "chat.jsonl", chats("chat", 100)), weight=2),
+        "chat": MixturePart(path=write(tmp_path / "chat.jsonl", chats), weight=2),
         "task": MixturePart(path=write(tmp_path / "task.jsonl", alpaca), weight=1),
     }
     config = DatasetConfig(source=Source.mixture, parts=parts, system_prompt="s", validation_share=0.2)
@@ -83,22 +81,13 @@ def test_a_mixture_of_formats_of_one_kind(tmp_path: Path) -> None:
     assert [record.num_documents for record in corpus.records] == [100, 30]
     assert "mixture: chat 60 of 100 documents, task 30 of 30 documents" in corpus.notes
 
+    fewer = load_corpus(replace(config, max_documents=30, validation_share=0.0), cache_dir=tmp_path / "cache")
+    assert [sum(row.startswith(name) for row in fewer.train["origin"]) for name in ("chat", "task")] == [20, 10]
+
     before = corpus_identity(config)
     parts["task"].weight = 3
     assert corpus_identity(config) != before
-
-
-def test_max_documents_of_a_mixture_keeps_the_shares(tmp_path: Path) -> None:
-    parts = {name: MixturePart(path=write(tmp_path / f"{name}.jsonl", chats(name, 50))) for name in ("a", "b")}
-    config = DatasetConfig(source=Source.mixture, parts=parts, max_documents=20)
-    train = load_corpus(config, cache_dir=tmp_path / "cache").train
-    assert [sum(origin.startswith(name) for origin in train["origin"]) for name in ("a", "b")] == [10, 10]
-
-
-def test_parts_of_different_kinds_are_named(tmp_path: Path) -> None:
-    parts = {
-        "chat": MixturePart(path=write(tmp_path / "chat.jsonl", chats("chat", 2))),
-        "books": MixturePart(path=write(tmp_path / "books.jsonl", [{"text": "plain"}])),
-    }
-    with pytest.raises(DataError, match="of one kind, but chat is conversation, books is text"):
-        load_corpus(DatasetConfig(source=Source.mixture, parts=parts), cache_dir=tmp_path / "cache")
+    parts["books"] = MixturePart(path=write(tmp_path / "books.jsonl", [{"text": "plain"}]))
+    with pytest.raises(DataError, match=r"chat is conversation, .*books is text") as caught:
+        load_corpus(config, cache_dir=tmp_path / "cache")
+    assert caught.value.problem_id == "mixture-kinds"

@@ -36,14 +36,6 @@ LONGER = [("user", "Hi"), ("assistant", "Yoyo")]
 TALK = [SHORT]
 
 
-def facts(vocab_size: int) -> schema.ModelFacts:
-    return schema.ModelFacts(
-        architecture="Qwen2ForCausalLM", num_parameters=1, num_layers=1, hidden_size=8, intermediate_size=8,
-        num_attention_heads=1, num_key_value_heads=1, vocab_size=vocab_size, max_position_embeddings=64,
-        tie_word_embeddings=True, dtype="float32",
-    )  # fmt: skip
-
-
 def test_counts_lengths_and_rows(run_config: Configs) -> None:
     prepared = prepare(run_config([SHORT, LONGER]))
     counts = prepared.train.counts
@@ -60,29 +52,22 @@ def test_counts_lengths_and_rows(run_config: Configs) -> None:
     assert not prepared.was_cached
 
 
-def test_a_second_start_finds_the_first_one(run_config: Configs) -> None:
-    config = run_config([SHORT])
-    first, second = prepare(config), prepare(config)
-    assert (first.was_cached, second.was_cached) == (False, True)
-    assert replace(second, was_cached=False) == first
-
-
-def test_two_at_once_prepare_once(run_config: Configs) -> None:
+def test_two_at_once_and_later_starts_prepare_once(run_config: Configs) -> None:
     config = run_config([SHORT])
     with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(prepare, [config] * 3))
-    assert len({prepared.folder for prepared in found}) == 1
-    assert sorted(prepared.was_cached for prepared in found) == [False, True, True]
+        prepared = list(threads.map(prepare, [config] * 3))
+    assert sorted(result.was_cached for result in prepared) == [False, True, True]
+    again = prepare(config)
+    assert again.was_cached
+    assert [replace(result, was_cached=True) for result in prepared] == [again] * 3
 
 
 def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config: Configs) -> None:
-    one = prepare(run_config([SHORT, LONGER]))
-    longer = run_config([SHORT, LONGER])
-    longer.training.max_length *= 2
-    other = prepare(longer)
-    assert other.fingerprint != one.fingerprint
-    assert other.content_sha256 == one.content_sha256
-    assert prepare(run_config([LONGER, SHORT])).content_sha256 != one.content_sha256
+    first = prepare(run_config([SHORT, LONGER]))
+    other = prepare(run_config([SHORT, LONGER], max_length=128))
+    assert other.fingerprint != first.fingerprint
+    assert other.content_sha256 == first.content_sha256
+    assert prepare(run_config([LONGER, SHORT])).content_sha256 != first.content_sha256
 
 
 def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> None:
@@ -93,25 +78,20 @@ def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> No
     assert (cut.num_documents, cut.dropped, cut.num_cut) == (1, {NOTHING_TRAINED: 1}, 1)
 
 
-def test_nothing_left_is_an_error_that_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"max_length is 9") as caught:
-        prepare(run_config([SHORT, LONGER], max_length=9))
-    assert caught.value.problem_id == "nothing-to-train-on"
-    assert_nothing_half_made(tmp_path)
-
-
-def assert_nothing_half_made(tmp_path: Path) -> None:
-    assert [path.name for path in (tmp_path / "cache" / "prepared").iterdir() if path.suffix != ".lock"] == []
-
-
-def test_an_interrupted_preparation_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
+def test_a_preparation_that_ends_early_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
     def interrupt(done: int, total: int | None, what: str) -> None:
         if what.startswith("tokenizing") and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare(run_config([SHORT]), interrupt)
-    assert_nothing_half_made(tmp_path)
+    with pytest.raises(DataError, match=r"max_length is 9") as empty:
+        prepare(run_config([SHORT, LONGER], max_length=9))
+    assert empty.value.problem_id == "nothing-to-train-on"
+    with pytest.raises(RequestError, match="enable_thinkin") as unread:
+        prepare(run_config([SHORT], chat_template_kwargs={"enable_thinkin": False}))
+    assert unread.value.problem_id == "template-variable-unknown"
+    assert [path.name for path in (tmp_path / "cache" / "prepared").iterdir() if path.suffix != ".lock"] == []
 
 
 def test_a_cache_that_cannot_be_written_is_said(
@@ -125,13 +105,19 @@ def test_a_cache_that_cannot_be_written_is_said(
     assert caught.value.problem_id == "cache-not-writable"
 
 
-def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Path) -> None:
+def test_synthetic_documents_need_a_vocabulary_and_no_tokenizer(run_config: Configs) -> None:
     synthetic = schema.SyntheticConfig(num_documents=50, log_mean_tokens=3.0, max_tokens=60)
+    talks = run_config(TALK)
     config = replace(
-        run_config(TALK),
-        model=schema.ModelConfig(name="nobody/nothing", weights=Weights.random, facts=facts(500)),
+        talks,
+        model=schema.ModelConfig(name="nobody/nothing", weights=Weights.random),
         dataset=schema.DatasetConfig(source=Source.synthetic, synthetic=synthetic),
     )
+    with pytest.raises(RequestError) as caught:
+        vocabulary(config)
+    assert caught.value.problem_id == "synthetic-without-vocabulary"
+    config.model.facts = talks.model.facts = schema.ModelFacts(vocab_size=500)
+    assert (vocabulary(config), vocabulary(talks)) == ((500, 499), (500, None))
     prepared = prepare(config)
     assert prepared.kind == "tokens"
     assert prepared.tokenizer_sha256 is None
@@ -139,9 +125,17 @@ def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Pa
     assert len(rows) == 50
     assert all(labels[0] == -100 for labels in rows["labels"])
     assert max(max(ids) for ids in rows["input_ids"]) == 499  # the vocabulary's last token ends every document
+    parts = {"a": schema.MixturePart(source=Source.synthetic), "b": schema.MixturePart()}
+    for dataset, needs in (
+        (schema.DatasetConfig(), True),
+        (schema.DatasetConfig(format=Format.pretokenized), False),
+        (schema.DatasetConfig(source=Source.mixture, parts=parts), True),
+    ):
+        assert needs_tokenizer(dataset) is needs
 
 
-def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config: Configs) -> None:
+def test_what_may_change_tokens_changes_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text("{{ messages }}")
     changes: list[dict[str, Any]] = [
         {}, {"train_on": TrainOn.everything}, {"overlong": Overlong.split}, {"overlong": Overlong.refuse},
         {"max_length": 65}, {"system_prompt": "Be brief."}, {"validation_share": 0.1}, {"max_documents": 1},
@@ -149,43 +143,19 @@ def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config:
         {"question_template": "{{conversations[0].value}}", "answer_template": "{{conversations[1].value}}"},
         {"bad_documents": BadDocuments.skip}, {"max_bad_share": 0.2}, {"chat_template_kwargs": {"messages": []}},
     ]  # fmt: skip
-    assert len({fingerprint(run_config(TALK, **change)) for change in changes}) == len(changes)
-
-
-def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config(TALK)
-    (tmp_path / "other.jinja").write_text("{{ messages }}")
-    changes = (
-        {},
+    of_model = [
         {"chat_template": str(tmp_path / "other.jinja")},
         {"eos_token": "</s>"},
         {"template_date": "2031-12-01"},
-    )
-    marks = {fingerprint(replace(config, model=replace(config.model, **change))) for change in changes}
+    ]
+    marks = {fingerprint(run_config(TALK, **change)) for change in changes}
+    config = run_config(TALK)
+    marks |= {fingerprint(replace(config, model=replace(config.model, **change))) for change in of_model}
     for name in ("chat_template.jinja", "tokenizer.json"):
         file = tmp_path / "model" / name
         file.write_text(file.read_text() + " ")
         marks.add(fingerprint(config))
-    assert len(marks) == len(changes) + 2
-
-
-def test_documents_that_are_tokens_need_no_tokenizer() -> None:
-    assert needs_tokenizer(schema.DatasetConfig())
-    assert not needs_tokenizer(schema.DatasetConfig(source=Source.synthetic))
-    assert not needs_tokenizer(schema.DatasetConfig(format=Format.pretokenized))
-    parts = {"a": schema.MixturePart(source=Source.synthetic), "b": schema.MixturePart()}
-    assert needs_tokenizer(schema.DatasetConfig(source=Source.mixture, parts=parts))
-
-
-def test_synthetic_documents_need_a_vocabulary(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config(TALK)
-    synthetic = replace(config, dataset=schema.DatasetConfig(source=Source.synthetic))
-    with pytest.raises(RequestError) as caught:
-        vocabulary(synthetic)
-    assert caught.value.problem_id == "synthetic-without-vocabulary"
-    model = replace(config.model, facts=facts(100))
-    assert vocabulary(replace(synthetic, model=model)) == (100, 99)
-    assert vocabulary(replace(config, model=model)) == (100, None)
+    assert len(marks) == len(changes) + len(of_model) + 2
 
 
 BAD = [
@@ -196,14 +166,10 @@ BAD = [
 ]
 
 
-def add_lines(tmp_path: Path, lines: list[str]) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text(path.read_text() + "\n".join(lines) + "\n")
-
-
 def test_unusable_documents_are_left_out_by_reason_up_to_a_share(tmp_path: Path, run_config: Configs) -> None:
     config = run_config([[("user", f"{n}"), ("assistant", "Yo")] for n in range(6)], bad_documents=BadDocuments.skip)
-    add_lines(tmp_path, BAD)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write("\n".join(BAD) + "\n")
     with pytest.raises(DataError, match=r"4 of 10 documents .*max_bad_share=0.01.*\n  2: .*line 7") as caught:
         prepare(config)
     assert (caught.value.problem_id, caught.value.exit_code) == ("data-too-many-bad", 4)
@@ -247,13 +213,6 @@ def test_answers_that_are_cut_are_counted_and_warned_of(run_config: Configs) -> 
     assert warning.startswith("    warning: 1 (2.0%)")
     split = prepare(run_config(talks, overlong=Overlong.split)).train.counts
     assert (split.num_cut, split.num_answers_cut) == (1, 0)
-
-
-def test_a_variable_that_the_template_does_not_read_is_refused(run_config: Configs) -> None:
-    config = run_config([[("user", "Hi"), ("assistant", "Yo")]], chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(RequestError, match="enable_thinkin") as caught:
-        prepare(config)
-    assert caught.value.problem_id == "template-variable-unknown"
 
 
 def test_adapters_cannot_train_added_tokens_in_divided_embeddings(run_config: Configs, tokenizer_folder: Any) -> None:

@@ -48,15 +48,11 @@ def test_steps_hold_the_same_documents_whatever_the_split(world_size, micro, is_
     assert {len(list(rank)) for rank in ranks} == {len(ranks[0])}
 
 
-def test_an_epoch_holds_every_document_exactly_once_and_its_last_step_is_smaller():
-    steps = steps_of(batches_of(4, num_steps=7))
-    assert [len(step) for step in steps] == [16, 16, 16, 16, 16, 16, 7]
-    assert sorted(document for step in steps for document in step) == list(range(103))
-
-
-def test_the_second_epoch_is_in_another_order():
-    steps = steps_of(batches_of(1, num_steps=14))
-    assert sorted(d for step in steps[7:] for d in step) == list(range(103))
+def test_an_epoch_holds_every_document_exactly_once_and_the_next_is_in_another_order():
+    steps = steps_of(batches_of(4, num_steps=14))
+    assert [len(step) for step in steps] == 2 * [16, 16, 16, 16, 16, 16, 7]
+    for epoch in (steps[:7], steps[7:]):
+        assert sorted(document for step in epoch for document in step) == list(range(103))
     assert steps[0] != steps[7]
     assert epoch_order(5, None, 3).tolist() == [0, 1, 2, 3, 4]  # validation: as stored
 
@@ -77,18 +73,8 @@ def test_a_document_that_does_not_fit_waits_in_its_place():
     assert [step.tolist() for step in steps] == [[0], [1, 3], [2], [4]]
 
 
-def test_a_token_budget_loses_and_repeats_nothing_and_fits_its_rows():
-    order = epoch_order(len(LENGTHS), 1, 0)
-    size = StepSize(tokens=4 * 128, row_length=128)
-    steps = cut_into_steps(order, LENGTHS, size)
-    assert sorted(int(document) for step in steps for document in step) == list(range(103))
-    assert all(LENGTHS[step].sum() <= 4 * 128 for step in steps)
-    full = [LENGTHS[step].sum() / (4 * 128) for step in steps[:-1]]
-    assert min(full) > 0.9
-
-
 @pytest.mark.parametrize(("rows", "length"), [(4, 128), (2, 256), (8, 100)])
-def test_no_row_of_a_token_budget_is_longer_than_a_row(rows, length):
+def test_a_token_budget_takes_every_document_once_and_fits_its_rows(rows, length):
     schedule = Schedule(
         lengths=np.random.default_rng(4).integers(1, 100, 2000),
         size=StepSize(tokens=rows * length, row_length=length),
@@ -96,7 +82,10 @@ def test_no_row_of_a_token_budget_is_longer_than_a_row(rows, length):
         is_packed=True,
         seed=0,
     )
-    for step in schedule.steps_of_epoch(0):
+    steps = schedule.steps_of_epoch(0)
+    assert sorted(int(document) for step in steps for document in step) == list(range(2000))
+    assert min(schedule.lengths[step].sum() for step in steps[:-1]) > 0.75 * rows * length
+    for step in steps:
         dealt = schedule.rows_of_step(step)
         assert sorted(document for row in dealt for document in row) == sorted(step.tolist())
         assert max(int(schedule.lengths[row].sum()) for row in dealt) <= length
@@ -130,7 +119,7 @@ def rows(request, tmp_path) -> DocumentRows:
     return DocumentRows(Dataset.from_file(str(file)), filler_token_id=99)
 
 
-def test_a_row_is_its_documents_end_to_end_in_the_order_requested(rows):
+def test_a_row_is_its_documents_end_to_end_in_the_order_requested_and_filled_up(rows):
     row = rows[[3, 0]]
     assert row["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3]
     assert row["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3]
@@ -139,17 +128,12 @@ def test_a_row_is_its_documents_end_to_end_in_the_order_requested(rows):
     assert rows[[1, 1]]["labels"].tolist() == [-100, 5, -100, 5]
     empty = rows[[]]
     assert (empty["input_ids"].tolist(), empty["labels"].tolist(), empty["seq_lengths"]) == ([99] * 2, [-100] * 2, [2])
-
-
-def test_rows_are_filled_up_to_a_multiple_by_a_document_that_no_loss_counts(rows):
-    rows_of_8 = DocumentRows(rows.documents, filler_token_id=99, multiple=8)
+    rows_of_8 = DocumentRows(rows.documents, filler_token_id=99, multiple=8)  # filled up by a document without a loss
     row = rows_of_8[[3, 0]]
     assert row["input_ids"].tolist() == [7, 8, 9, 10, 1, 2, 3, 99]
     assert row["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3, -100]
-    assert row["seq_lengths"] == [4, 3, 1]
     assert row["input_ids"].dtype == row["labels"].dtype == np.int64
-    assert rows_of_8[[3, 3]]["seq_lengths"] == [4, 4]
-    assert rows_of_8[[]]["seq_lengths"] == [8]
+    assert [rows_of_8[row]["seq_lengths"] for row in ([3, 0], [3, 3], [])] == [[4, 3, 1], [4, 4], [8]]
 
 
 def test_dealt_rows_are_the_same_steps_and_rows():

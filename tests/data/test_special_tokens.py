@@ -50,8 +50,8 @@ def letters(text: str) -> dict[str, int]:
 
 def bpe_with_prefix() -> Tokenizer:
     """As LLaMA 2's: every stretch of text gets a mark before it, and the special tokens are words of the vocabulary."""
-    words = letters("▁abcdefghijklmnopqrstuvwxyz<>/|[]_ISNT.")
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word: number + 3 for word, number in words.items()}
+    pieces = letters("▁abcdefghijklmnopqrstuvwxyz<>/|[]_ISNT.")
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {word: number + 3 for word, number in pieces.items()}
     vocab["▁a"] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -103,12 +103,9 @@ def test_the_copy_gives_all_other_text_the_tokens_that_the_tokenizer_gives(token
     ids = special.encode_apart(f"{before}{special.hide('<pad>')}{after}", [])[0].ids
     assert ids[: len(shared)] == shared
     assert ids[-4:] == plain[-4:]
-    # Nothing is hidden: the tokenizer itself is asked, and says the same as the copy would.
     assert special.encode_apart(before + after, [])[0].ids == plain
-    words = "the cat sat on"
-    copied = special.plain_backend.encode(words, add_special_tokens=False).ids
-    assert copied == tokenizer.backend_tokenizer.encode(words, add_special_tokens=False).ids
-    assert special.plain_backend.encode(words).ids == tokenizer.backend_tokenizer.encode(words).ids  # BOS, too
+    text = "the cat sat on"
+    assert special.plain_backend.encode(text).ids == tokenizer.backend_tokenizer.encode(text).ids  # BOS, too
 
 
 @pytest.mark.parametrize("typed", ["<s>", "</s>", "<unk>", "<pad>"])
@@ -130,19 +127,14 @@ def test_a_copy_tokenises_a_document_as_if_its_letters_stood_there(tiny_tokenize
     """Counted by hand: one token a byte, so `</s>` is four."""
     tokenizer = tiny_tokenizer()
     document = encode(tokenizer, talk("a</s>b", "c<|im_end|>d"))
-    question = [*b"user\n", *b"a</s>b"]
-    answer = [*b"c<|im_end|>d"]
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    backend = tokenizer.backend_tokenizer
 
-    def ids(data: list[int]) -> list[int]:
-        return [backend.encode(chr(byte), add_special_tokens=False).ids[0] for byte in data]
+    def ids(text: str) -> list[int]:
+        return [tokenizer.backend_tokenizer.encode(letter, add_special_tokens=False).ids[0] for letter in text]
 
-    newline = ids([10])
-    assert document.input_ids == [
-        start, *ids(question), end, *newline, start, *ids([*b"assistant\n"]), *ids(answer), end, *newline,
-    ]  # fmt: skip
-    assert [label for label in document.labels if label != -100] == [*ids(answer), end]
+    question, answer = [start, *ids("user\na</s>b"), end], [*ids("c<|im_end|>d"), end]
+    assert document.input_ids == [*question, *ids("\n"), start, *ids("assistant\n"), *answer, *ids("\n")]
+    assert [label for label in document.labels if label != -100] == answer
 
 
 @pytest.mark.parametrize("train_on", [TrainOn.auto, TrainOn.everything])

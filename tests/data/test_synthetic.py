@@ -30,7 +30,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[i
     return load(tmp_path_factory.mktemp("synthetic")).train.to_list()
 
 
-def test_a_masked_prompt_then_a_trained_answer_that_ends_with_eos(documents: list[dict[str, list[int]]]) -> None:
+def test_lognormal_lengths_masked_prompts_and_answers_that_end_with_eos(
+    documents: list[dict[str, list[int]]],
+) -> None:
     assert len(documents) == 300
     for document in documents:
         input_ids, labels = document["input_ids"], document["labels"]
@@ -39,15 +41,20 @@ def test_a_masked_prompt_then_a_trained_answer_that_ends_with_eos(documents: lis
         num_prompt = labels.count(-100)
         assert labels == [-100] * num_prompt + input_ids[num_prompt:]
         assert 1 <= num_prompt <= len(input_ids) // 2 + 1
-
-
-def test_lengths_are_lognormal_and_clipped(documents: list[dict[str, list[int]]]) -> None:
     lengths = np.array([len(document["input_ids"]) for document in documents])
     assert lengths.min() >= 16
     assert lengths.max() <= 4096
     logs = np.log(lengths)
     assert logs.mean() == pytest.approx(5.8, abs=4 * 0.9 / math.sqrt(300))
     assert logs.std() == pytest.approx(0.9, abs=0.15)
+
+
+def test_a_small_vocabulary_and_the_shortest_documents(tmp_path: Path) -> None:
+    corpus = load(tmp_path, vocab_size=8, num_documents=20, min_tokens=4, max_tokens=4, log_mean_tokens=1.0)
+    for row in corpus.train:
+        *tokens, last = row["input_ids"]
+        assert len(tokens) == 3 and max(tokens) < 7 == last
+        assert (row["labels"][0], row["labels"][-1]) == (-100, 7)
 
 
 def test_the_next_token_is_predictable(documents: list[dict[str, list[int]]]) -> None:
@@ -75,16 +82,6 @@ def test_the_seed_decides_and_fewer_documents_are_the_first_of_more(tmp_path: Pa
     assert load(tmp_path / "c", num_documents=1100, **short).train.with_format("arrow")[:].equals(same[:1100])
     assert not load(tmp_path / "d", num_documents=50, seed=1, **short).train.with_format("arrow")[:].equals(same[:50])
     assert same[1100]["origin"][0].as_py() == "synthetic:1101"
-
-
-def test_a_small_vocabulary_and_the_shortest_documents(tmp_path: Path) -> None:
-    corpus = load(tmp_path, vocab_size=8, num_documents=20, min_tokens=4, max_tokens=4, log_mean_tokens=1.0)
-    for row in corpus.train:
-        assert len(row["input_ids"]) == 4
-        assert row["input_ids"][-1] == 7
-        assert max(row["input_ids"][:-1]) < 7
-        assert row["labels"][0] == -100
-        assert row["labels"][-1] == 7
 
 
 @pytest.mark.parametrize("settings", [{"min_tokens": 2}, {"min_tokens": 64, "max_tokens": 32}, {"vocab_size": 4}])

@@ -91,27 +91,19 @@ def test_answers_and_their_end_token_are_trained_on_unless_they_opted_out(render
     assert trained_texts(rendered) == ["Ok<|im_end|>"]
 
 
-def test_equal_answers_are_told_apart(render: Any) -> None:
-    rendered = render(talk("Yo", "Yo", "Yo", "Yo", train=(True, False)))
+def test_where_answers_end(render: Any) -> None:
+    turns = talk("Hi", "Yo", "Go", "Ok")
+    rendered = render(turns, template=INST, eos_token="</s>", bos_token="<s>")
+    assert rendered.text == "<s>[INST] Hi [/INST] Yo </s><s>[INST] Go [/INST] Ok </s>"
+    assert trained_texts(rendered) == [" Yo </s>", " Ok </s>"]  # LLaMA's keep their spaces
+    rendered = render(turns, template=CLOSED)
+    assert rendered.text.endswith("Ok<|im_end|>\n</s>")
+    assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]  # nothing after the first stop token
+    rendered = render(turns, eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
+    assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
+    rendered = render(talk("Yo", "Yo", "Yo", "Yo", train=(True, False)))  # equal answers are told apart
     start = len("<|im_start|>user\nYo<|im_end|>\n<|im_start|>assistant\n")
     assert rendered.spans == [(start, start + len("Yo<|im_end|>"))]
-
-
-def test_llama_answers_keep_their_spaces(render: Any) -> None:
-    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=INST, eos_token="</s>", bos_token="<s>")
-    assert rendered.text == "<s>[INST] Hi [/INST] Yo </s><s>[INST] Go [/INST] Ok </s>"
-    assert trained_texts(rendered) == [" Yo </s>", " Ok </s>"]
-
-
-def test_nothing_after_the_first_stop_token_is_trained_on(render: Any) -> None:
-    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=CLOSED)
-    assert rendered.text.endswith("Ok<|im_end|>\n</s>")
-    assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
-
-
-def test_a_stop_token_of_the_generation_config_ends_a_turn(render: Any) -> None:
-    rendered = render(talk("Hi", "Yo"), eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
-    assert trained_texts(rendered) == ["Yo<|im_end|>"]
 
 
 MARKED_THINKING = CHATML_WITH_MARKERS.replace(
@@ -129,6 +121,18 @@ def test_turns_that_the_template_rewrites_are_left_out(render: Any, template: st
     assert not render(talk("Hi", "Yo", "Go", "so</think>Ok"), template=template).leaves_out
     rendered = render(talk("Hi", "hm</think>Yo", "Go", "Ok", train=(True, False)), template=template)
     assert (rendered.spans, rendered.num_rewritten) == ([], 1)  # nothing is left, without an error
+
+
+def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(render: Any) -> None:
+    first, quoting = "<think>ok</think>Sure.", "<think>And now?</think>Yes."
+    for messages in (
+        talk("Hi", first, "And now?", first),  # the same again
+        talk("Hi", first, "Is that ok? Sure.", quoting),
+        talk("Hi", "<think>Hi</think>Sure.", "And now?", quoting),  # the question itself
+    ):
+        rendered = render(messages, template=THINKING)
+        assert rendered.leaves_out
+        assert trained_texts(rendered) == [f"{messages[-1]['content']}<|im_end|>"]
 
 
 WITHOUT_END = CHATML_WITH_MARKERS.replace(
@@ -216,30 +220,25 @@ TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("as
         # The missing text stands elsewhere.
         (DROPS_SYSTEM, turns_of(("system", "hi"), ("user", "hi"), ("assistant", "hi")), r"turn 1 \(system\): 'hi'"),
         (DROPS_TOOLS, TOOL, r"turn 3 \(tool\): 'rain'"),
-        (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"turn 1 \(user\): 'Rain\?'"),
-        (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>4")), "the reasoning of turn 2"),
         (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "sum</think>4"), ("user", "3?"), ("assistant", "3")),
          "the reasoning of turn 2"),
-        (THINKING.replace("message.content if loop.last else", "message.content.upper() if loop.last else"),
-         turns_of(("user", "2+2?"), ("assistant", "four")), r"turn 2 \(assistant\): 'four'"),
         (THINKING.replace("+ content +", "+ content[:20] +"),
          turns_of(("user", "2+2?"), ("assistant", "an answer that is cut off")), "turn 2"),
         (THINKING.replace("+ content +", "+ content[:20] +"),
          turns_of(("user", "a long question that is cut"), ("assistant", "4")), r"turn 1 \(user\)"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_everything", [False, True])
 def test_what_a_template_leaves_out_is_an_error(
-    tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]], message: str, is_everything: bool
+    tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]], message: str
 ) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=template))
-    if is_everything and len(messages) == 4 and template == DROPS_REASONING:
-        # Of an earlier answer: by design, and counted.
-        assert renderer.render(Conversation(messages=messages), "a:7", has_spans=False).leaves_out
-        return
-    with pytest.raises(DataError, match=message) as caught:
-        renderer.render(Conversation(messages=messages), "a:7", has_spans=not is_everything)
-    assert caught.value.problem_id == "template-leaves-out"
+    renderer, written = ConversationRenderer(tiny_tokenizer(template=template)), Conversation(messages=messages)
+    for has_spans in (True, False):
+        if template == DROPS_REASONING and not has_spans:
+            assert renderer.render(written, "a:7", has_spans=False).leaves_out  # of an earlier answer: counted
+            continue
+        with pytest.raises(DataError, match=message) as caught:
+            renderer.render(written, "a:7", has_spans=has_spans)
+        assert caught.value.problem_id == "template-leaves-out"
 
 
 @pytest.mark.parametrize(
@@ -248,12 +247,9 @@ def test_what_a_template_leaves_out_is_an_error(
         (SYSTEM_LAST,
          turns_of(("system", "s"), ("user", " s "), ("assistant", "yo"), ("user", "go"), ("assistant", "s"))),
         (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>four"))),
-        (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>\n\n</think>\n\nfour"))),
         (REASSEMBLES, turns_of(("user", "2+2?"), ("assistant", "<think>only\nthought</think>"))),
         (CHATML_WITH_MARKERS.replace("message.content + '<|im_end|>\n'", "message.content|tojson + '<|im_end|>\n'"),
          turns_of(("user", 'say "é" and\n\\n'), ("assistant", "é"))),
-        (THINKING.replace("+ content +", "+ content.split()|join(' ') +"),
-         turns_of(("user", "two\n\nlines"), ("assistant", "a  b"))),
         (THINKING, turns_of(("user", "same"), ("assistant", "same"), ("user", "same"), ("assistant", "same"))),
     ],
 )  # fmt: skip
@@ -264,23 +260,6 @@ def test_what_a_template_only_writes_in_another_way_is_there(
         Conversation(messages=messages), "a:7", has_spans=False
     )
     assert not rendered.leaves_out
-
-
-@pytest.mark.parametrize(
-    ("first", "question", "last"),
-    [
-        ("<think>ok</think>Sure.", "And now?", "<think>ok</think>Sure."),  # the same again
-        ("<think>ok</think>Sure.", "Is that ok? Sure.", "<think>hm</think>Yes."),  # quoted by the next question
-        ("<think>ok</think>Sure.", "And now?", "<think>Is it ok?</think>Sure."),
-        ("<think>Hi</think>Sure.", "And now?", "<think>And now?</think>Yes."),  # the question itself
-    ],
-)
-def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
-    render: Any, first: str, question: str, last: str
-) -> None:
-    rendered = render(talk("Hi", first, question, last), template=THINKING)
-    assert rendered.leaves_out
-    assert trained_texts(rendered) == [f"{last}<|im_end|>"]
 
 
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
@@ -303,19 +282,16 @@ DATED = "{{- 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML_WITH_MARKE
 
 
 def test_a_template_writes_the_date_that_is_set_and_not_todays(
-    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Callable[..., Path],
 ) -> None:
     folder = tokenizer_folder(template=DATED)
     for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
         assert writes_date(tokenizer)
-        text = (
-            ConversationRenderer(tokenizer).render(Conversation(messages=talk("Hi", "Yo")), "a:1", has_spans=False).text
-        )
-        assert text.startswith(f"Today: {written}\n")
+        rendered = ConversationRenderer(tokenizer).render(Conversation(messages=talk("Hi", "Yo")), "a:1")
+        assert rendered.text.startswith(f"Today: {written}\n")
         # Through transformers itself, as the harness renders, too.
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (
             f"Today: {written}\n<|im_start|>user\nHi<|im_end|>\n"
         )
-    assert ModelConfig().template_date == "2024-07-26"
     assert not writes_date(load_tokenizer(ModelConfig(path=str(tokenizer_folder(template=CHATML_WITH_MARKERS)))))

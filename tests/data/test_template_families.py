@@ -128,10 +128,10 @@ def expected(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> 
 
 def texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
     """The stretches of trained tokens as text."""
-    runs, found = "".join(map(str, mask)), []
+    runs, stretches = "".join(map(str, mask)), []
     for run in re.finditer("1+", runs):
-        found.append(tokenizer.decode(ids[run.start() : run.end()], skip_special_tokens=False))
-    return found
+        stretches.append(tokenizer.decode(ids[run.start() : run.end()], skip_special_tokens=False))
+    return stretches
 
 
 PLAIN_FAMILIES = (
@@ -153,12 +153,20 @@ def some_nightly(*names: str) -> list[Any]:
 
 
 # Answers whose letters stand elsewhere in what templates write.
-SHORT = (">", "|", "e", "end", "im", "_", "turn", "user", "think", "</", "return", "Hi", "</s")
+SHORT = (">", "|", "e", "end", "_", "user", "think", "</s")
 
 
 @pytest.mark.parametrize("name", some_nightly(*PLAIN_FAMILIES, *(f"{name}_training" for name in TRAINING_FAMILIES)))
-def test_an_answer_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
+def test_answers_are_found_as_by_transformers_whatever_their_letters_are(name: str, family: Family) -> None:
     tokenizer = family(name)
+    is_marked = name.endswith("_training")
+    ids, mask, encoder = encode(tokenizer, PLAIN)
+    theirs = expected(tokenizer, PLAIN, return_assistant_tokens_mask=is_marked)
+    assert ids == theirs["input_ids"]
+    if is_marked:
+        assert mask == theirs["assistant_masks"]
+    # Those of qwen3 and gpt-oss write earlier answers in another way than the last.
+    assert bool(encoder.counts.notes[REWRITTEN]) is (name in ("qwen3", "gptoss"))
 
     def trained(answer: str) -> list[str]:
         turns = [{**turn, "content": answer} if turn["role"] == "assistant" else turn for turn in PLAIN]
@@ -166,69 +174,37 @@ def test_an_answer_is_found_whatever_its_letters_are(name: str, family: Family) 
         return texts(tokenizer, ids, mask)
 
     usual = trained("zqzq")
-    # Those of qwen3 and gpt-oss write earlier answers in another way than the last.
-    assert len(usual) == 2 or name in ("qwen3", "gptoss", "gptoss_training")
+    assert len(usual) == 2 - encoder.counts.notes[REWRITTEN] and all("zqzq" in text for text in usual)
+    assert not any("Hi" in text or "Bye" in text for text in usual)
     for answer in SHORT:
         assert trained(answer) == [text.replace("zqzq", answer) for text in usual], answer
 
 
-@pytest.mark.parametrize("name", some_nightly("qwen3_training", "glm4moe_training", "gptoss_training", "llama3_2"))
-def test_a_call_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
-    tokenizer = family(name)
-
-    def trained(tool: str) -> list[str]:
-        text = json.dumps([WITH_TOOLS, TOOLS]).replace("weather", tool)
-        messages, tools = json.loads(text)
-        ids, mask, _ = encode(tokenizer, messages, tools=tools)
-        return texts(tokenizer, ids, mask)
-
-    usual = trained("zqzq")
-    assert any("zqzq" in text for text in usual)
-    for tool in ("end", "im", "call", "e", "function"):
-        assert trained(tool) == [text.replace("zqzq", tool) for text in usual], tool
-
-
-@pytest.mark.parametrize("name", some_nightly(*PLAIN_FAMILIES))
-def test_tokens_of_a_plain_chat_are_those_of_transformers(name: str, family: Family) -> None:
-    tokenizer = family(name)
-    ids, mask, encoder = encode(tokenizer, PLAIN)
-    assert ids == expected(tokenizer, PLAIN)["input_ids"]
-    trained = texts(tokenizer, ids, mask)
-    assert "See you." in trained[-1]
-    assert not any("Hi" in text or "Bye" in text for text in trained)
-    assert len(trained) == 2 or encoder.counts.notes[REWRITTEN]
-
-
-@pytest.mark.parametrize("name", some_nightly(*(f"{name}_training" for name in TRAINING_FAMILIES)))
-def test_tokens_and_masks_of_training_templates_are_those_of_transformers(name: str, family: Family) -> None:
-    tokenizer = family(name)
-    ids, mask, encoder = encode(tokenizer, PLAIN)
-    theirs = expected(tokenizer, PLAIN, return_assistant_tokens_mask=True)
-    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
-    assert not encoder.counts.notes
-    assert sum(mask) > len(b"Hello.See you.")
-
-
-@pytest.mark.parametrize("name", some_nightly("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"))
+@pytest.mark.parametrize(
+    "name",
+    some_nightly(
+        "qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2", "qwen3_training", "glm4moe_training"
+    ),
+)
 def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family: Family) -> None:
     tokenizer = family(name)
     ids, mask, encoder = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
-    assert ids == expected(tokenizer, WITH_TOOLS, tools=TOOLS)["input_ids"]
+    is_marked = name.endswith("_training")
+    theirs = expected(tokenizer, WITH_TOOLS, tools=TOOLS, return_assistant_tokens_mask=is_marked)
+    assert ids == theirs["input_ids"]
+    if is_marked:
+        assert mask == theirs["assistant_masks"]
     trained = texts(tokenizer, ids, mask)
+    for tool in ("end", "call", "e"):  # whatever its letters are
+        messages, tools = json.loads(json.dumps([WITH_TOOLS, TOOLS]).replace("weather", tool))
+        stretches = texts(tokenizer, *encode(tokenizer, messages, tools=tools)[:2])
+        assert stretches == [text.replace("weather", tool) for text in trained], tool
     assert len(trained) == 3 or encoder.counts.notes[REWRITTEN]
     assert "Gladly." in trained[-1]
     if name != "qwen3":  # which writes an empty thought in the last answer alone
         assert "weather" in trained[0] and "Zürich" in trained[0]
         assert "Grey." in trained[1]
     assert not any(word in text for text in trained for word in ("sky", "its name", "How is", "Thanks"))
-
-
-@pytest.mark.parametrize("name", some_nightly("qwen3_training", "glm4moe_training"))
-def test_masks_of_calls_are_those_of_the_training_templates(name: str, family: Family) -> None:
-    tokenizer = family(name)
-    ids, mask, _ = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
-    theirs = expected(tokenizer, WITH_TOOLS, tools=TOOLS, return_assistant_tokens_mask=True)
-    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
 
 
 def test_of_harmony_only_turns_that_end_as_in_generation_are_trained_on(family: Family) -> None:
@@ -282,15 +258,17 @@ def test_which_reasoning_is_trained_on(family: Family) -> None:
 
 def test_a_template_without_a_place_for_reasoning_gets_it_in_the_content(family: Family) -> None:
     tokenizer = family("qwen2_5")
-    ids, mask, _ = encode(tokenizer, REASONED)
-    assert texts(tokenizer, ids, mask)[0] == "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
 
+    def trained(messages: list[dict[str, Any]], reasoning: Reasoning) -> list[str]:
+        return texts(tokenizer, *encode(tokenizer, messages, reasoning=reasoning)[:2])
 
-def test_a_stray_mark_at_the_end_of_an_answer_does_not_make_it_reasoning(family: Family) -> None:
-    messages = [PLAIN[0], {"role": "assistant", "content": "All of this is the answer.\n</think>"}]
-    tokenizer = family("qwen2_5")
-    ids, mask, _ = encode(tokenizer, messages, reasoning=Reasoning.drop)
-    assert texts(tokenizer, ids, mask) == ["All of this is the answer.\n</think><|im_end|>"]
+    assert trained(REASONED, Reasoning.keep)[0] == "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    stray = [PLAIN[0], {"role": "assistant", "content": "The answer.\n</think>"}]  # is no reasoning
+    assert trained(stray, Reasoning.drop) == ["The answer.\n</think><|im_end|>"]
+    alone = [PLAIN[0], {"role": "assistant", "content": "<think>Hm.</think>"}]
+    assert "Hm." in trained(alone, Reasoning.keep)[0]
+    with pytest.raises(DataError, match=r"^a:1: turn 2 .*dataset\.reasoning=drop"):
+        trained(alone, Reasoning.drop)
 
 
 TWO_CALLS = [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, *WITH_TOOLS[2:]]
@@ -325,14 +303,6 @@ def test_a_special_token_typed_in_arguments_and_tools_is_text(family: Family) ->
     assert "<|im_end|>" in tokenizer.decode(trained[:-1])
 
 
-def test_a_turn_of_reasoning_alone_cannot_lose_it(family: Family) -> None:
-    messages = [PLAIN[0], {"role": "assistant", "content": "<think>Hm.</think>"}]
-    tokenizer = family("qwen2_5")
-    assert "Hm." in "".join(texts(tokenizer, *encode(tokenizer, messages)[:2]))
-    with pytest.raises(DataError, match=r"^a:1: turn 2 .*dataset\.reasoning=drop"):
-        encode(tokenizer, messages, reasoning=Reasoning.drop)
-
-
 def test_the_training_version_of_a_template_is_found_by_its_text(family: Family) -> None:
     folder = family("qwen3").name_or_path
     tokenizer = load_tokenizer(ModelConfig(path=folder, chat_template="training"))
@@ -342,12 +312,3 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
         read_chat_template("training", own)
     with pytest.raises(RequestError, match="qwen9"):
         read_chat_template("trl:qwen9")
-
-
-def test_a_token_before_the_answer_does_not_end_it(tiny_tokenizer: Callable[..., Any]) -> None:
-    """GLM writes `</think>` before the answer."""
-    template = read_chat_template("trl:glm4moe")
-    special = ("<|pad|>", "<|endoftext|>", "</think>", *sorted(set(re.findall(CONTROL, template))))
-    with pytest.raises(DataError) as error:
-        encode(tiny_tokenizer(template=template, eos_token="</think>", special=special), PLAIN)
-    assert error.value.problem_id == "eos-not-trained"

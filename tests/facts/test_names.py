@@ -22,9 +22,9 @@ SOURCE = Path(tunebook.__file__).parent
 )
 def test_no_other_module_asks_by_a_name(choices: str, asking: set[str]) -> None:
     named = re.compile(rf"\b{choices}\.[a-z]")
-    found = {
+    files = {
         file.relative_to(SOURCE).as_posix()
         for file in SOURCE.rglob("*.py")
         if named.search(file.read_text(encoding="utf-8"))
     }
-    assert {name for name in found if choices != "Strategy" or not name.startswith("parallel/")} == asking
+    assert {name for name in files if choices != "Strategy" or not name.startswith("parallel/")} == asking

@@ -38,25 +38,17 @@ def image(tmp_path: Path, facts: Any) -> Image | None:
     return read_image({IMAGE_FILE_VARIABLE: str(file)})
 
 
-def test_without_the_variable_this_is_no_image() -> None:
+def test_an_image_for_gpus_one_without_and_none(tmp_path: Path) -> None:
+    ampere = image(tmp_path, AMPERE | {"num_packages": 140})  # what a later build adds does not hurt
+    assert ampere is not None and ampere.is_for_gpus
+    assert (ampere.generation, ampere.min_driver, ampere.attention) == ("ampere", 580, "flash-attn-2")
+    assert ampere.compute_capabilities == ((8, 0), (8, 6), (8, 9))
+    assert ampere.packages["torch"] == "2.13.0"
+    cpu = image(tmp_path, CPU)
+    assert cpu is not None and not cpu.is_for_gpus
+    assert (cpu.cuda, cpu.min_driver, cpu.attention, cpu.git_commit) == (None, None, None, None)
+    assert not cpu.has_code_for((8, 0))
     assert read_image({}) is None
-
-
-def test_an_image_for_gpus(tmp_path: Path) -> None:
-    found = image(tmp_path, AMPERE | {"num_packages": 140})  # what a later build adds does not hurt
-    assert found is not None
-    assert (found.generation, found.min_driver, found.attention) == ("ampere", 580, "flash-attn-2")
-    assert found.compute_capabilities == ((8, 0), (8, 6), (8, 9))
-    assert found.is_for_gpus
-    assert found.packages["torch"] == "2.13.0"
-
-
-def test_the_image_without_gpus(tmp_path: Path) -> None:
-    found = image(tmp_path, CPU)
-    assert found is not None
-    assert (found.cuda, found.min_driver, found.attention, found.git_commit) == (None, None, None, None)
-    assert not found.is_for_gpus
-    assert not found.has_code_for((8, 0))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +68,9 @@ def test_the_image_without_gpus(tmp_path: Path) -> None:
 def test_what_torchs_flags_run_on(
     tmp_path: Path, flags: list[str], capability: tuple[int, int], has_code: bool
 ) -> None:
-    found = image(tmp_path, AMPERE | {"arch_list": flags})
-    assert found is not None
-    assert found.has_code_for(capability) is has_code
+    description = image(tmp_path, AMPERE | {"arch_list": flags})
+    assert description is not None
+    assert description.has_code_for(capability) is has_code
 
 
 @pytest.mark.parametrize("facts", ["{", "[]", {}, AMPERE | {"compute_capabilities": ["80"]}], ids=str)

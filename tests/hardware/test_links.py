@@ -20,17 +20,17 @@ def nvml(monkeypatch: pytest.MonkeyPatch):
     """`nvml(levels, nvlinks)` makes NVML answer with these levels of PCIe and these pairs with NVLink."""
 
     def install(levels: dict[tuple[int, int], int], nvlinks: set[tuple[int, int]] | None = None) -> None:
-        def p2p_status(one: int, two: int, _index: int) -> int:
+        def p2p_status(first: int, second: int, _index: int) -> int:
             if nvlinks is None:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return pynvml.NVML_P2P_STATUS_OK if (one, two) in nvlinks else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+            return pynvml.NVML_P2P_STATUS_OK if (first, second) in nvlinks else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
 
         answers = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
             "nvmlDeviceGetHandleByIndex": lambda index: index,
             "nvmlDeviceGetP2PStatus": p2p_status,
-            "nvmlDeviceGetTopologyCommonAncestor": lambda one, two: levels[one, two],
+            "nvmlDeviceGetTopologyCommonAncestor": lambda first, second: levels[first, second],
         }
         for name, answer in answers.items():
             monkeypatch.setattr(pynvml, name, answer)

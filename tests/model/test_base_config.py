@@ -38,20 +38,16 @@ def test_what_quantized_the_weights(model, stated, quantizer):
         ({"architectures": ["LlamaForSequenceClassification"]}, False),
         ({"architectures": "LlamaForSequenceClassification"}, False),
         ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, False),
-        ({"architectures": ["RoFormerForMaskedLM"], "model_type": "roformer"}, False),
-        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, True),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, True),
         ({"architectures": "LlamaForCausalLM"}, True),
         ({"architectures": []}, True),
+        ({"architectures": ["XForReward"], "auto_map": {"AutoModelForCausalLM": "modeling_x.XForReward"}}, False),
     ],
     ids=str,
 )
 def test_only_a_class_for_text_is_causal(model, changes, is_causal):
-    assert (non_causal_reason(model(**changes)) is None) is is_causal
-
-
-def test_code_of_its_own_decides_what_a_model_is_for(model):
-    named = model(architectures=["XForReward"], auto_map={"AutoModelForCausalLM": "modeling_x.XForReward"})
-    assert non_causal_reason(named) is not None
-    named.trust_remote_code = True
-    assert non_causal_reason(named) is None
+    named = model(**changes)
+    assert (non_causal_reason(named) is None) is is_causal
+    if "auto_map" in changes:
+        named.trust_remote_code = True  # its own code decides what it is for
+        assert non_causal_reason(named) is None

@@ -24,11 +24,13 @@ def test_the_attended_length_weighs_long_documents_by_their_tokens() -> None:
     assert attended_length_tokens([]) == 0
 
 
-def test_flops_of_a_token_by_hand() -> None:
+def test_flops_of_a_token_and_their_share_of_the_peak_by_hand() -> None:
     # 6 x 3,085,938,688 = 18,515,632,128 and 12 x 36 x 2048 x 1000 / 2 = 442,368,000.
     assert flops_per_token(qwen_3b(), attended_length=1000) == 18_515_632_128 + 442_368_000
     # Frozen weights count four: 4 x 3,085,938,688 + 2 x 1,000,000 = 12,345,754,752.
     assert flops_per_token(qwen_3b(), attended_length=0, num_trained_parameters=1_000_000) == 12_345_754_752
+    # 26,000 tokens/s x 19 GFLOP = 494 TFLOP/s of 988.
+    assert model_flops_utilization(26_000, 19e9, peak_tflops=988) == pytest.approx(0.5)
 
 
 def test_attention_flops_equal_the_sum_over_every_pair_of_tokens() -> None:
@@ -39,11 +41,6 @@ def test_attention_flops_equal_the_sum_over_every_pair_of_tokens() -> None:
     exact = 3 * 2 * 2 * facts.hidden_size * facts.num_layers * pairs / length
     formula = flops_per_token(facts, attended_length=length) - 6 * facts.num_parameters
     assert formula == pytest.approx(exact, rel=1e-3)  # the formula leaves out the half pair of the diagonal
-
-
-def test_utilisation_is_the_share_of_the_peak() -> None:
-    # 26,000 tokens/s x 19 GFLOP = 494 TFLOP/s of 988.
-    assert model_flops_utilization(26_000, 19e9, peak_tflops=988) == pytest.approx(0.5)
 
 
 def test_only_active_experts_count() -> None:

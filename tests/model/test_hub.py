@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,18 @@ from tunebook.model.load import check_model
 MODEL = ModelConfig(name="organization/name", revision="abc")
 
 
-@pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in the cache that the hub's library returns."""
-
+def test_a_repository_without_a_config_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot(name: str, **options: Any) -> str:
         assert (name, options["revision"]) == ("organization/name", "abc")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    return tmp_path
-
-
-def test_a_repository_without_a_config_is_no_model(cached: Path) -> None:
     with pytest.raises(RequestError) as caught:
         check_model(MODEL)
     assert caught.value.problem_id == "hub-cannot-load"
-    (cached / "config.json").write_text(json.dumps({}))
+    (tmp_path / "config.json").write_text("{}")
     check_model(MODEL)
-    assert fetch_weights(MODEL) == cached
+    assert fetch_weights(MODEL) == tmp_path
 
 
 def test_without_a_network_the_error_says_how_to_bring_the_model() -> None:

@@ -60,16 +60,16 @@ def model_of(kind, form=torch.float32):
 def isolate():
     """`isolate_documents`, put back afterwards. A test names monkeypatch first, so that what it sets goes last."""
     with contextlib.ExitStack() as stack:
-        yield lambda model, **words: stack.callback(isolate_documents(model, **words))
+        yield lambda model, **options: stack.callback(isolate_documents(model, **options))
 
 
 def row_of(documents):
     """The inputs of TRL's collator."""
-    lengths = torch.tensor([len(each) for each in documents])
+    lengths = torch.tensor([len(tensor) for tensor in documents])
     ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32)
     return {
         "input_ids": torch.cat(documents)[None],
-        "position_ids": torch.cat([torch.arange(len(each)) for each in documents])[None],
+        "position_ids": torch.cat([torch.arange(len(tensor)) for tensor in documents])[None],
         "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20,
         "seq_idx": torch.arange(len(documents), dtype=torch.int32).repeat_interleave(lengths)[None],
     }  # fmt: skip
@@ -78,7 +78,7 @@ def row_of(documents):
 def require_equal_when_packed(model, isolate, *, is_on_cpu, left_out=()):
     """A packed row has the logits and gradients of its documents, also without some inputs of the collator."""
     documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
-    alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
+    alone = torch.cat([model(input_ids=tensor[None], use_cache=False).logits[0] for tensor in documents])
     (alone**2).mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -133,7 +133,7 @@ def recurrence(query, key, value, gates, *, scale, cu_seqlens):
     """Linear attention with one gate per head, token by token: (1, T, H, ...) as fla-core's `chunk_simple_gla`."""
     ends, results = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), []
     form = value.dtype
-    query, key, value, gates = (each.double() for each in (query, key, value, gates))
+    query, key, value, gates = (tensor.double() for tensor in (query, key, value, gates))
     for start, end in itertools.pairwise(ends):
         state = 0.0
         for at in range(start, end):
@@ -179,19 +179,15 @@ def test_an_adapter_on_the_output_projection_of_mamba_is_trained(monkeypatch, is
     model = get_peft_model(model_of("bamba", torch.bfloat16), LoraConfig(r=1, target_modules=["out_proj"]))
     isolate(model, is_on_cpu=False)
     model(**row_of([torch.arange(5), torch.arange(4)]), use_cache=False).logits.float().square().mean().backward()
-    gradients = [each.grad for name, each in model.named_parameters() if "out_proj.lora_B" in name]
+    gradients = [tensor.grad for name, tensor in model.named_parameters() if "out_proj.lora_B" in name]
     assert gradients
     assert all(gradient.norm() > 0 for gradient in gradients)
-
-
-def relative(found, expected):
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
+def test_kernels_keep_documents_apart_on_a_gpu(isolate, relative_difference, kind):
     """As `test_a_packed_row_has_...`, in bf16 with fla-core's kernels; 32 roundoffs as in `train.isolation`.
 
     The documents alone are computed by what transformers calls, which for Mamba-2 is PyTorch.
@@ -203,23 +199,25 @@ def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
 
     def packed(first):
         row = {
-            name: each.cuda() if torch.is_tensor(each) else each
-            for name, each in row_of([first, *documents[1:]]).items()
+            name: tensor.cuda() if torch.is_tensor(tensor) else tensor
+            for name, tensor in row_of([first, *documents[1:]]).items()
         }
         return model(**row | {"max_length_q": 200, "max_length_k": 200}, use_cache=False).logits[0]
 
-    alone = torch.cat([model(input_ids=each[None].cuda(), use_cache=False).logits[0] for each in documents])
+    alone = torch.cat([model(input_ids=tensor[None].cuda(), use_cache=False).logits[0] for tensor in documents])
     (alone.float() ** 2).mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     isolate(model, is_on_cpu=False)
-    found = packed(documents[0])
-    (found.float() ** 2).mean().backward()
-    assert relative(found, alone) < 32 * 2.0**-8
+    result = packed(documents[0])
+    (result.float() ** 2).mean().backward()
+    assert relative_difference(result, alone) < 32 * 2.0**-8
     with torch.no_grad():
         other = packed((documents[0] + 1) % 120)
-    assert not torch.equal(other[:200], found[:200])
-    assert relative(other[200:], found[200:]) <= (32 * 2.0**-8 if kind == "qwen3_next" else 2.0**-9)  # experts: moved
+    assert not torch.equal(other[:200], result[:200])
+    assert relative_difference(other[200:], result[200:]) <= (
+        32 * 2.0**-8 if kind == "qwen3_next" else 2.0**-9
+    )  # experts: moved
     for name, parameter in model.named_parameters():
         if expected[name].norm() > 1e-6:
-            assert relative(parameter.grad, expected[name]) < 0.25, name
+            assert relative_difference(parameter.grad, expected[name]) < 0.25, name

@@ -32,7 +32,6 @@ from tunebook.model.load import (
     architecture_from_facts,
     attention_option,
     begin_loading,
-    check_model,
     finish_loading,
     load_architecture,
     load_model,
@@ -80,28 +79,9 @@ def stored(folder: Path) -> Path:
     return folder
 
 
-def pretrained(folder: Path, parallelism: ParallelismConfig = SINGLE) -> RunConfig:
-    return run(folder, parallelism, weights=Weights.pretrained)
-
-
 def same(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(tensor, other) for tensor, other in pairs)
-
-
-def test_random_weights_are_the_seeds(folder: Path) -> None:
-    config = run(folder)
-    first = load_model(config)
-    torch.rand(100)
-    assert same(first, load_model(config))
-    config.training.seed += 1
-    assert not same(first, load_model(config))
-
-
-def test_a_folders_weights_come_back(stored: Path) -> None:
-    loaded = load_model(pretrained(stored)).state_dict()
-    weights = load_file(stored / "model.safetensors")
-    assert weights and all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("name", [None, "consolidated.safetensors", "model-00001-of-00002.safetensors"])
@@ -110,31 +90,24 @@ def test_a_folder_without_weights_is_refused(folder: Path, name: str | None) -> 
     if name is not None:
         save_file({"weight": torch.zeros(2)}, folder / name)
     with pytest.raises(RequestError) as caught:
-        load_model(pretrained(folder))
+        load_model(run(folder, weights=Weights.pretrained))
     assert caught.value.problem_id == "model-without-weights"
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nix"):
-        with pytest.raises(RequestError) as caught:
-            check_model(ModelConfig(path=str(path)))
-        assert caught.value.problem_id == "model-folder"
-
-
-def test_weights_that_do_not_fill_the_model_are_refused(stored: Path) -> None:
+def test_models_that_are_not_whole_or_not_the_planned_one_are_refused(stored: Path, tmp_path: Path) -> None:
     file = stored / "model.safetensors"
     weights = load_file(file)
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as caught:
-        load_model(pretrained(stored))
-    assert caught.value.problem_id == "weights-incomplete"
-
-
-def test_another_architecture_than_planned_is_refused(folder: Path) -> None:
-    with pytest.raises(RequestError, match="vocab_size") as caught:
-        load_architecture(ModelConfig(path=str(folder), weights=Weights.random, facts=FACTS))
-    assert caught.value.problem_id == "model-facts"
+    for config, problem_id, key in (
+        (run(stored, weights=Weights.pretrained), "weights-incomplete", r"model\.layers\.1\.mlp\.up_proj\.weight"),
+        (run(stored, facts=FACTS), "model-facts", "vocab_size"),
+        (run(tmp_path), "model-folder", "model.path"),
+        (run(tmp_path / "nix"), "model-folder", "model.path"),
+    ):
+        with pytest.raises(RequestError, match=key) as caught:
+            load_model(config)
+        assert caught.value.problem_id == problem_id
 
 
 def test_planned_facts_are_enough_for_random_weights_without_a_hub() -> None:
@@ -188,6 +161,8 @@ def test_rank_0_draws_what_one_process_draws(folder: Path, parallelism: Parallel
     alone = load_model(config)
     assert same(begin_loading(config, rank=0), alone)
     assert same(begin_loading(config, rank=1), alone) is others_draw
+    config.training.seed += 1
+    assert not same(load_model(config), alone)
 
 
 def test_allocated_weights_have_own_addresses_and_real_buffers(folder: Path) -> None:
@@ -206,27 +181,13 @@ def test_allocated_weights_have_own_addresses_and_real_buffers(folder: Path) -> 
 
 
 def test_only_rank_0_reads_under_fsdp_and_every_rank_elsewhere(stored: Path) -> None:
-    config, ddp = pretrained(stored, FSDP), pretrained(stored, DDP)
+    config, ddp = (run(stored, parallelism, weights=Weights.pretrained) for parallelism in (FSDP, DDP))
     begun = begin_loading(config, rank=1)
     assert finish_loading(config, begun, rank=1, device=CPU) is begun
     first = torch.rand(3)
     whole = finish_loading(config, begin_loading(config, rank=0), rank=0, device=CPU)
     assert torch.equal(torch.rand(3), first), "adapters are drawn next, by each rank for itself"
     assert same(whole, load_model(config))
+    weights = load_file(stored / "model.safetensors")
+    assert weights and all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in weights.items())
     assert same(finish_loading(ddp, begin_loading(ddp, rank=1), rank=1, device=CPU), whole)
-
-
-def test_a_gpu_is_read_into_directly(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requested: list[object] = []
-    original = AutoModelForCausalLM.from_pretrained
-
-    def note(*arguments: Any, **options: Any) -> Any:
-        requested.append(options.pop("device_map", None))
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", note)
-    gpu = torch.device("cuda", 3)
-    for parallelism in (DDP, ALL_LOAD):
-        config = pretrained(stored, parallelism)
-        finish_loading(config, begin_loading(config, rank=1), rank=1, device=gpu)
-    assert requested == [{"": gpu}, None]

@@ -54,42 +54,28 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def small(adapted):
-    """The configuration of a Llama of three layers with adapters of rank 4."""
-    facts, adapted.peft.rank = adapted.model.facts, 4
-    facts.num_layers = SIZES["num_hidden_layers"]
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
-        setattr(facts, name, SIZES[name])
-    facts.measured = llama_layers(facts)
-    return adapted
-
-
-def trained_by_peft(*, targets, saved=None, **settings):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", pad_token_id=0, **SIZES))
-    modules = {"target_modules": targets or "all-linear", "modules_to_save": saved}
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **modules, **settings)
-    wrapped = get_peft_model(model, lora)
-    return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
-
-
-@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]], ids=["all", "two"])
-@pytest.mark.parametrize("saved", [["down_proj"], ["q_proj", "lm_head"]], ids="-".join)
-def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(small, targets, saved):
-    """Trained whole, without adapters inside."""
-    small.peft.target_modules, small.peft.modules_to_save = targets, saved
-    expected = trained_by_peft(targets=targets, saved=saved)
-    assert count_parameters(small, small.model.facts).trained == expected
-
-
-@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["q_proj", "embed_tokens"]], ids="-".join)
 @pytest.mark.parametrize(
     "settings",
-    [{"rank_pattern": {"q_proj": 7}}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}],
-    ids=["ranks", "dora"],
+    [
+        {"modules_to_save": ["down_proj"]},  # trained whole, without adapters inside
+        {"modules_to_save": ["q_proj", "lm_head"], "target_modules": ["q_proj", "down_proj"]},
+        {"rank_pattern": {"q_proj": 7}},
+        {"rank_pattern": {"q_proj": 7}, "target_modules": ["q_proj", "embed_tokens"]},
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}},
+        {"use_dora": True, "rank_pattern": {"q_proj": 2}, "target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=str,
 )
-def test_dora_and_other_ranks_are_counted_as_peft_trains_them(small, targets, settings):
-    small.peft.target_modules = targets
+def test_adapters_are_counted_as_peft_trains_them(adapted, settings):
+    facts, adapted.peft.rank = adapted.model.facts, 4
+    facts.num_layers = SIZES["num_hidden_layers"]
+    for name in SIZES.keys() - {"num_hidden_layers"}:
+        setattr(facts, name, SIZES[name])
+    facts.measured = llama_layers(facts)
     for name, value in settings.items():
-        setattr(small.peft, name, value)
-    assert count_parameters(small, small.model.facts).trained == trained_by_peft(targets=targets, **settings)
+        setattr(adapted.peft, name, value)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", pad_token_id=0, **SIZES))
+    lora = LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear"} | settings)
+    wrapped = get_peft_model(model, lora)
+    trained = sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
+    assert count_parameters(adapted, facts).trained == trained

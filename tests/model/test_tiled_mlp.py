@@ -10,15 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tunebook.errors import RequestError
 from tunebook.model.tiled_mlp import tile_mlps
 
-from .conftest import daily
+from .conftest import SMALL, daily, small_config
 
 # Older versions have no other.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 TOKENS, TILE = 41, 8  # the last of the six tiles is short
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 # With two norms around the MLP (gemma3_text, olmo3), one product for gate and up (phi3), biases and without a gate
 # (gpt_neox, gpt2, starcoder2), and in parallel to the attention (cohere)
 KINDS = ("qwen3", "llama", "gemma3_text", "phi3", "olmo3", "gpt_neox", "gpt2", "starcoder2", "cohere")
@@ -26,7 +22,7 @@ KINDS = ("qwen3", "llama", "gemma3_text", "phi3", "olmo3", "gpt_neox", "gpt2", "
 
 def model_of(kind, *, is_adapted=False):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES)
+    config = AutoConfig.for_model(kind, **SMALL)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
     if not is_adapted:
         return model, model
@@ -35,7 +31,7 @@ def model_of(kind, *, is_adapted=False):
 
 def passed(wrapped, *, accumulation=2):
     """Logits of the last pass, the losses, and the gradients of all passes together."""
-    rows = torch.randint(0, SIZES["vocab_size"], (accumulation, 2, TOKENS), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(0, SMALL["vocab_size"], (accumulation, 2, TOKENS), generator=torch.Generator().manual_seed(1))
     losses = []
     for row in rows:
         outputs = wrapped(input_ids=row, labels=row, use_cache=False)
@@ -81,20 +77,19 @@ def test_a_weights_gradient_arrives_once_and_a_row_of_one_tile_is_left_alone():
     assert len(computed) == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "bloom"])
-def test_models_without_mlps_of_single_tokens_are_refused(kind):
-    sizes = SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+def test_models_without_mlps_of_single_tokens_are_refused_and_image_towers_left_alone():
+    sizes = SMALL | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    with pytest.raises(RequestError) as refused:
-        tile_mlps(model, TILE)
-    assert refused.value.problem_id == "mlp-not-tiled"
-
-
-def test_an_image_tower_is_left_alone():
-    text = SIZES | {"model_type": "gemma3_text"}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3", text_config=text, vision_config=vision))
-    assert tile_mlps(model, TILE) == 2
+        tower, *refused = (
+            AutoModelForCausalLM.from_config(config)
+            for config in (
+                small_config("Gemma3ForConditionalGeneration", **SMALL),
+                AutoConfig.for_model("qwen3_moe", **sizes),
+                AutoConfig.for_model("bloom", **sizes),
+            )
+        )
+    assert tile_mlps(tower, TILE) == 2
+    for model in refused:
+        with pytest.raises(RequestError) as caught:
+            tile_mlps(model, TILE)
+        assert caught.value.problem_id == "mlp-not-tiled"

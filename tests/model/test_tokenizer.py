@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,62 +52,44 @@ def make_folder(
     return folder
 
 
-def drop(folder: Path, *keys: str) -> Path:
-    """Remove settings of a tokenizer."""
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps({key: value for key, value in settings.items() if key not in keys}))
-    return folder
-
-
 def load(folder: Path, **model: Any) -> Any:
     return load_tokenizer(schema.ModelConfig(path=str(folder), **model))
 
 
-def test_tokenizer_neither_truncates_nor_pads(tmp_path: Path) -> None:
-    tokenizer = load(make_folder(tmp_path / "model", has_padding=True))
+def test_overrides_are_applied_and_nothing_is_truncated_or_padded(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("own {{ messages }}")
+    folder = make_folder(tmp_path / "model", has_padding=True)
+    tokenizer = load(folder, eos_token="<|im_end|>", pad_token="</s>", chat_template=str(tmp_path / "own.jinja"))
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (5, 4)
+    assert tokenizer.chat_template == "own {{ messages }}"
     encodings = tokenizer.backend_tokenizer.encode_batch(["a b a b", "a"])
     assert [encoding.ids for encoding in encodings] == [[0, 1, 0, 1], [0]]
 
 
-def test_overrides_are_applied(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("own {{ messages }}")
-    folder = make_folder(tmp_path / "model")
-    tokenizer = load(folder, eos_token="<|im_end|>", pad_token="</s>", chat_template=str(tmp_path / "own.jinja"))
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (5, 4)
-    assert tokenizer.chat_template == "own {{ messages }}"
-
-
-@pytest.mark.parametrize("key", ["eos_token", "pad_token"])
-def test_an_override_outside_the_vocabulary_is_refused_with_the_nearest(tmp_path: Path, key: str) -> None:
-    with pytest.raises(RequestError, match=r"mean '<\|im_end\|>'") as caught:
-        load(make_folder(tmp_path / "model"), **{key: "<|imend|>"})
-    assert caught.value.problem_id == "token-not-in-vocabulary"
-
-
-def test_no_eos_is_refused(tmp_path: Path) -> None:
-    folder = drop(make_folder(tmp_path / "model"), "eos_token")
-    with pytest.raises(RequestError) as caught:
-        load(folder)
-    assert caught.value.problem_id == "tokenizer-no-eos"
-    assert load(folder, eos_token="</s>").eos_token_id == 4
-
-
-def test_no_padding_token_is_refused_where_one_is_needed(tmp_path: Path) -> None:
-    folder = drop(make_folder(tmp_path / "model", ("</s>", "<|reserved_1|>")), "pad_token")
-    with pytest.raises(RequestError, match=r"model\.pad_token") as caught:
-        load(folder)
-    assert caught.value.problem_id == "tokenizer-no-pad"
-    assert load_tokenizer(schema.ModelConfig(path=str(folder)), is_padded=False).pad_token is None
-    assert load(folder, pad_token="</s>").pad_token == "</s>"  # EOS pads only where a person says so
-
-
 @pytest.mark.parametrize(("key", "problem"), [("eos", "token-not-in-vocabulary"), ("pad", "tokenizer-no-pad")])
-def test_special_tokens_of_its_own_that_do_not_exist_are_refused(tmp_path: Path, key: str, problem: str) -> None:
-    """transformers would add them to the vocabulary, after the model's last row."""
+def test_special_tokens_that_do_not_exist_are_refused(tmp_path: Path, key: str, problem: str) -> None:
+    """transformers would add the tokenizer's own to the vocabulary, after the model's last row."""
+    with pytest.raises(RequestError, match=r"mean '<\|im_end\|>'") as caught:
+        load(make_folder(tmp_path / "model"), **{f"{key}_token": "<|imend|>"})
+    assert caught.value.problem_id == "token-not-in-vocabulary"
     with pytest.raises(RequestError) as caught:
-        load(make_folder(tmp_path / "model", **{f"{key}_token": "<absent>"}))
+        load(make_folder(tmp_path / "own", **{f"{key}_token": "<absent>"}))
     assert caught.value.problem_id == problem
+
+
+@pytest.mark.parametrize("key", ["eos", "pad"])
+def test_no_special_token_is_refused_where_one_is_needed(tmp_path: Path, key: str) -> None:
+    folder = make_folder(tmp_path / "model", ("</s>", "<|reserved_1|>"), pad_token="<|reserved_1|>")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings[f"{key}_token"]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(RequestError, match=rf"model\.{key}_token") as caught:
+        load(folder)
+    assert caught.value.problem_id == f"tokenizer-no-{key}"
+    assert load(folder, **{f"{key}_token": "</s>"}).eos_token_id == 3  # EOS pads only where a person says so
+    if key == "pad":
+        assert load_tokenizer(schema.ModelConfig(path=str(folder)), is_padded=False).pad_token is None
 
 
 def test_missing_folder_or_tokenizer_is_an_error(tmp_path: Path) -> None:
@@ -116,37 +99,26 @@ def test_missing_folder_or_tokenizer_is_an_error(tmp_path: Path) -> None:
         (schema.ModelConfig(path=str(tmp_path)), "tokenizer-not-found"),
         (schema.ModelConfig(tokenizer="./no"), "tokenizer-not-found"),
         (schema.ModelConfig(), "model-not-named"),
+        (schema.ModelConfig(name="nobody/nothing"), "hub-out-of-reach"),
+        (schema.ModelConfig(tokenizer="nobody/nothing"), "hub-out-of-reach"),
     ):
         with pytest.raises(RequestError) as caught:
             load_tokenizer(model)
         assert caught.value.problem_id == problem
 
 
-def test_a_broken_file_is_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "model")
-    (folder / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(RequestError) as caught:
-        load(folder)
-    assert caught.value.problem_id == "tokenizer-broken"
-
-
-def test_code_of_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_code_of_a_tokenizer_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", tokenizer_class="OwnTokenizer")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     named = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | named))
     (folder / "own.py").write_text("raise SystemExit('ran')\n")
-    with pytest.raises(RequestError, match=r"model\.trust_remote_code") as caught:
-        load(folder)
-    assert caught.value.problem_id == "tokenizer-broken"
-
-
-def test_a_tokenizer_out_of_reach_says_how_to_bring_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for model in (schema.ModelConfig(name="nobody/nothing"), schema.ModelConfig(tokenizer="nobody/nothing")):
-        with pytest.raises(RequestError, match=r"hf download nobody/nothing.*HF_HUB_CACHE") as caught:
-            load_tokenizer(model)
-        assert caught.value.problem_id == "hub-out-of-reach"
+    broken = make_folder(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text('{"version": ')
+    for refused in (folder, broken):
+        with pytest.raises(RequestError, match=r"model\.trust_remote_code") as caught:
+            load(refused)
+        assert caught.value.problem_id == "tokenizer-broken"
 
 
 def test_generation_stops_at_both_kinds_of_end(tmp_path: Path) -> None:
@@ -179,79 +151,61 @@ def test_chatml_adds_the_tokens_that_are_not_there(tmp_path: Path) -> None:
     assert (tokenizer.eos_token, added_token_ids(has_both, tokenizer), len(tokenizer)) == ("<|im_end|>", [], 7)
 
 
-def agreed(folder: Path, **written: Any) -> GenerationConfig:
-    """Generation settings, once they agree with the tokenizer."""
-    settings = GenerationConfig(**written, eos_token_id=[9, 3])
-    agree_on_tokens(SimpleNamespace(generation_config=settings, config=PreTrainedConfig()), load(make_folder(folder)))
-    return settings
-
-
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6}),
         ({"do_sample": False, "temperature": 0.0}, {"do_sample": False, "temperature": None}),
+        ({"do_sample": False, "top_k": 20, "early_stopping": True}, None),
     ],
 )
-def test_generation_settings_that_cannot_be_written_are_corrected(
-    tmp_path: Path, written: dict[str, Any], expected: dict[str, Any]
+def test_generation_settings_that_cannot_be_written_are_corrected_or_refused(
+    tmp_path: Path, written: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
-    settings = agreed(tmp_path / "model", **written)
+    settings = GenerationConfig(**written, eos_token_id=[9, 3])
+    model, tokenizer = (
+        SimpleNamespace(generation_config=settings, config=PreTrainedConfig()),
+        load(make_folder(tmp_path)),
+    )
+    if expected is None:
+        with pytest.raises(RequestError) as caught:
+            agree_on_tokens(model, tokenizer)
+        assert caught.value.problem_id == "model-cannot-be-saved"
+        return
+    agree_on_tokens(model, tokenizer)
     assert settings.eos_token_id == [3, 4, 9]
     assert {key: getattr(settings, key) for key in expected} == expected
     settings.save_pretrained(tmp_path)
 
 
-def test_settings_that_cannot_be_corrected_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError) as caught:
-        agreed(tmp_path / "model", do_sample=False, top_k=20, early_stopping=True)
-    assert caught.value.problem_id == "model-cannot-be-saved"
-
-
-def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
-    first = make_folder(tmp_path / "model")
-    shutil.copytree(first, tmp_path / "copy")
-    (tmp_path / "copy" / "chat_template.jinja").write_text("{{ messages }}")
-    assert tokenizer_hash(load(first)) == tokenizer_hash(load(tmp_path / "copy"))
+def test_hashes_are_of_the_content(tmp_path: Path) -> None:
+    first, copy = make_folder(tmp_path / "model"), tmp_path / "copy"
+    shutil.copytree(first, copy)
+    (copy / "README.md").write_text("no part of the tokenizer")
+    hashes = [tokenizer_files_hash(schema.ModelConfig(path=str(folder))) for folder in (first, copy)]
+    assert hashes[0] == hashes[1]
+    assert tokenizer_files_hash(schema.ModelConfig(path=str(first), pad_token="</s>")) != hashes[0]
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert tokenizer_hash(load(first)) == tokenizer_hash(load(copy))
     assert tokenizer_hash(load(first)) != tokenizer_hash(load(first, eos_token="<|im_end|>"))
 
 
-def test_the_hash_of_the_files_needs_no_loading(tmp_path: Path) -> None:
-    first = make_folder(tmp_path / "model")
-    shutil.copytree(first, tmp_path / "copy")
-    (tmp_path / "copy" / "README.md").write_text("no part of the tokenizer")
-    hashes = [tokenizer_files_hash(schema.ModelConfig(path=str(tmp_path / name))) for name in ("model", "copy")]
-    assert hashes[0] == hashes[1]
-    assert tokenizer_files_hash(schema.ModelConfig(path=str(first), pad_token="</s>")) != hashes[0]
-
-
-@pytest.fixture
-def generated(tmp_path):
-    """Generated documents for a model of random weights in a folder that holds a config.json and no tokenizer."""
+def test_generated_documents_for_random_weights_need_no_tokenizer_and_others_do(tmp_path: Path) -> None:
+    """The tokens are the ids, and the last ends a document."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    return plain_config(
+    generated = plain_config(
         model=schema.ModelConfig(path=str(tmp_path), weights=Weights.random, facts=ModelFacts(vocab_size=50)),
         dataset=schema.DatasetConfig(source=Source.synthetic),
     )
-
-
-def test_tokens_without_a_tokenizer_are_the_ids_and_the_last_ends_a_document(generated):
     tokenizer = trainer_tokenizer(generated)
     assert len(tokenizer) == 50
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 49
     assert tokenizer.decode([7]) == "<7>"
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("model", "weights", Weights.pretrained),  # a trained model is not given another vocabulary
-        ("model", "tokenizer", "/nowhere"),
-        ("dataset", "source", Source.files),
-    ],
-)
-def test_other_configurations_need_a_tokenizer(generated, section, key, value):
-    setattr(getattr(generated, section), key, value)
-    with pytest.raises(RequestError) as caught:
-        trainer_tokenizer(generated)
-    assert caught.value.problem_id == "tokenizer-not-found"
+    for other in (
+        replace(generated, model=replace(generated.model, weights=Weights.pretrained)),  # keeps its own vocabulary
+        replace(generated, model=replace(generated.model, tokenizer="/nowhere")),
+        replace(generated, dataset=schema.DatasetConfig(source=Source.files)),
+    ):
+        with pytest.raises(RequestError) as caught:
+            trainer_tokenizer(other)
+        assert caught.value.problem_id == "tokenizer-not-found"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,14 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model.weight_files import (
     check_stored_weights,
-    compare_shapes,
     find_weight_files,
     read_shapes,
     weights_fingerprint,
 )
 
-from .conftest import daily
+from .conftest import SMALL, daily
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 64,
-}  # fmt: skip
-MIDDLE = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -43,48 +39,16 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_names_and_shapes_of_all_files(sharded: Path) -> None:
+def test_files_are_read_in_the_order_of_transformers(sharded: Path) -> None:
+    torch.save({"a": torch.zeros(2, 3)}, sharded / "pytorch_model.bin")
+    assert read_shapes([sharded / "pytorch_model.bin"]) == {"a": (2, 3)}
     files = find_weight_files(sharded)
     assert [file.name for file in files] == [FIRST, SECOND]
     assert read_shapes(files) == {"a": (2, 3), "b": (4,), "c": (5, 1)}
-
-
-def test_pickles_are_read_without_their_weights(tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(2, 3)}, tmp_path / "pytorch_model.bin")
-    assert read_shapes(find_weight_files(tmp_path)) == {"a": (2, 3)}
-
-
-def test_files_are_looked_for_in_the_order_of_transformers(sharded: Path) -> None:
-    torch.save({}, sharded / "pytorch_model.bin")
-    assert [file.name for file in find_weight_files(sharded)] == [FIRST, SECOND]
     save_file({}, sharded / "model.safetensors")
     assert [file.name for file in find_weight_files(sharded)] == ["model.safetensors"]
     save_file({}, sharded / "consolidated.safetensors")  # another library's name: transformers does not read it
     assert [file.name for file in find_weight_files(sharded)] == ["model.safetensors"]
-
-
-def test_a_file_that_only_the_index_knows_is_missing(sharded: Path) -> None:
-    (sharded / FIRST).unlink()
-    with pytest.raises(RequestError, match=FIRST) as raised:
-        find_weight_files(sharded)
-    assert raised.value.problem_id == "weights-file-missing"
-
-
-@pytest.mark.parametrize("text", ["{", '{"metadata": {}}'])
-def test_an_index_that_is_none(sharded: Path, text: str) -> None:
-    (sharded / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(RequestError, match=r"index\.json") as raised:
-        find_weight_files(sharded)
-    assert raised.value.problem_id == "weights-file-damaged"
-
-
-@pytest.mark.parametrize("kept", [0, 40, -1], ids=["empty", "in the header", "one byte short"])
-def test_a_file_that_was_cut_off(sharded: Path, kept: int) -> None:
-    whole = (sharded / SECOND).read_bytes()
-    (sharded / SECOND).write_bytes(whole[:kept])
-    with pytest.raises(RequestError, match=SECOND) as raised:
-        read_shapes(find_weight_files(sharded))
-    assert raised.value.problem_id == "weights-file-damaged"
 
 
 class Hostile:
@@ -97,28 +61,34 @@ class Hostile:
         return (Path.touch, (self.written,))
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"a": Hostile(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(RequestError) as raised:
-        read_shapes([tmp_path / "pytorch_model.bin"])
-    assert raised.value.problem_id == "weights-file-damaged"
-    assert not (tmp_path / "ran").exists()
+@pytest.mark.parametrize(
+    ("name", "content", "problem_id"),
+    [
+        (FIRST, None, "weights-file-missing"),
+        ("model.safetensors.index.json", b"{", "weights-file-damaged"),
+        ("model.safetensors.index.json", b'{"metadata": {}}', "weights-file-damaged"),
+        (SECOND, b"", "weights-file-damaged"),
+        (SECOND, "one byte short", "weights-file-damaged"),
+        ("pytorch_model.bin", "hostile", "weights-file-damaged"),
+    ],
+)
+def test_files_that_are_missing_damaged_or_run_code(sharded: Path, name: str, content: Any, problem_id: str) -> None:
+    file = sharded / name
+    if content == "hostile":
+        torch.save({"a": Hostile(sharded / "ran")}, file)
+    elif content is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if content == "one byte short" else content)
+    with pytest.raises(RequestError, match=re.escape(name)) as raised:
+        read_shapes([file] if content == "hostile" else find_weight_files(sharded))
+    assert raised.value.problem_id == problem_id
+    assert not (sharded / "ran").exists()
 
 
 def make(kind: str, **sizes: object) -> PreTrainedModel:
-    more = {"head_dim": 8} if kind.startswith("gemma") else {"pad_token_id": 0} if kind == "phi3" else {}
-    architecture = AutoConfig.for_model(kind, **(SIZES | more | sizes))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | sizes))
     return model
-
-
-@pytest.fixture
-def untied() -> PreTrainedModel:
-    return make("llama", tie_word_embeddings=False)
-
-
-def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", daily(("llama", "gemma", "phi3", "gpt_neox", "mixtral"), "llama", "mixtral"))
@@ -138,52 +108,29 @@ def test_experts_that_are_stored_one_by_one_fill_the_model(tmp_path: Path) -> No
         check_stored_weights(make("mixtral"), tmp_path)
 
 
-def test_a_weight_that_is_not_stored_under_any_name_is_missing(untied: PreTrainedModel) -> None:
-    tied = make("llama", tie_word_embeddings=True)
-    rest = {name: shape for name, shape in shapes_of(tied).items() if name.startswith("model.layers")}
-    assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(compare_shapes(tied, rest)["missing"])
-    stored = shapes_of(untied)
-    del stored["lm_head.weight"]
-    assert compare_shapes(untied, stored)["missing"] == ["lm_head.weight"]
-
-
-def test_each_kind_of_difference_is_named(untied: PreTrainedModel, tmp_path: Path) -> None:
-    weights = {name: weight.clone() for name, weight in untied.state_dict().items()}
-    del weights[MIDDLE]
+def test_each_kind_of_difference_is_named_unless_the_weights_are_quantized(tmp_path: Path) -> None:
+    model = make("llama", tie_word_embeddings=False)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    del weights["lm_head.weight"]
     weights["model.norm.weight"] = torch.zeros(17)
     weights["extra.weight"] = torch.zeros(2)
-    untied.config.save_pretrained(tmp_path)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(RequestError) as raised:
-        check_stored_weights(untied, tmp_path)
+        check_stored_weights(model, tmp_path)
     assert raised.value.problem_id == "weights-incomplete"
-    for name in (MIDDLE, "model.norm.weight of shape [17]", "extra.weight", str(tmp_path)):
+    for name in ("lm_head.weight", "model.norm.weight of shape [17]", "extra.weight"):
         assert name in raised.value.message
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    check_stored_weights(model, tmp_path)
 
 
-def test_quantized_weights_are_not_checked(untied: PreTrainedModel, tmp_path: Path) -> None:
-    save_file({"extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    untied.config.quantization_config = {"quant_method": "bitsandbytes"}
-    check_stored_weights(untied, tmp_path)
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+def test_the_fingerprint_of_a_file_is_its_hash_and_of_several_depends_on_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return ModelConfig(path=str(tmp_path / "model"))
-
-
-def test_the_fingerprint_of_one_file_is_its_hash(model: ModelConfig) -> None:
+    folder, model = tmp_path / "model", ModelConfig(path=str(tmp_path / "model"))
+    folder.mkdir()
     assert weights_fingerprint(model) is None
-    (Path(str(model.path)) / "model.safetensors").write_bytes(b"weights")
-    assert weights_fingerprint(model) == hashlib.sha256(b"weights").hexdigest()
-    model.weights = Weights.random
-    assert weights_fingerprint(model) is None
-
-
-def test_the_fingerprint_of_several_files_depends_on_each(model: ModelConfig) -> None:
-    folder = Path(str(model.path))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1", "b": "2"}}))
     fingerprints = set()
     for first, second in ((b"a", b"b"), (b"x", b"b"), (b"a", b"x"), (b"b", b"a")):
@@ -191,3 +138,6 @@ def test_the_fingerprint_of_several_files_depends_on_each(model: ModelConfig) ->
         (folder / "2").write_bytes(second)
         fingerprints.add(weights_fingerprint(model))
     assert len(fingerprints) == 4 and None not in fingerprints
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert weights_fingerprint(model) == hashlib.sha256(b"weights").hexdigest()
+    assert weights_fingerprint(replace(model, weights=Weights.random)) is None
