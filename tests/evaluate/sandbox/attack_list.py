@@ -43,19 +43,18 @@ def load_attacks() -> list[Attack]:
 
 
 def _attacks_of(text: str) -> list[Attack]:
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    nodes = ast.parse(text).body
+    imports = "".join(f"{ast.unparse(node)}\n" for node in nodes if isinstance(node, ast.Import))
     return [
         Attack(
             name=function.name,
-            source=f"{ast.get_source_segment(text, function)}\n\n\n{_start_of(function)}",
+            # `at_once` runs as the program does, before its test; any other attack is the answer itself.
+            source=f"{imports}{ast.get_source_segment(text, function)}\n"
+            f"{f'{function.name}()' if function.args.args else f'answer = {function.name}'}",
             stopped_as=frozenset(
                 (ast.get_docstring(function) or "").rpartition("Stopped as ")[2].rstrip(".").split(", ")
             ),
         )
-        for function in functions
+        for function in nodes
+        if isinstance(function, ast.FunctionDef)
     ]
-
-
-def _start_of(function: ast.FunctionDef) -> str:
-    """An attack without parameters is the answer itself; `at_once()` runs as the program does, before its test."""
-    return f"{function.name}()" if function.args.args else f"answer = {function.name}"

@@ -3,62 +3,41 @@
 # Written as attackers would, not as this project does.
 # ruff: noqa: N818, PTH106, PTH113, PTH118, PTH202, PTH207
 
+import builtins
+import gc
+import glob
+import os
+import socket
+import sys
+
 
 def exit_at_once(at_once=True):
-    """End with success before the test begins.
-
-    Stopped as failed.
-    """
-    import os
-
+    """End with success before the test begins. Stopped as failed."""
     os._exit(0)
 
 
 def exit_politely(at_once=True):
-    """End with success before the test begins, as Python does it.
-
-    Stopped as failed.
-    """
-    import sys
-
+    """End with success before the test begins, as Python does it. Stopped as failed."""
     sys.exit(0)
 
 
 def exit_when_asked():
-    """End with success in the middle of the test.
-
-    Stopped as failed.
-    """
-    import os
-
+    """End with success in the middle of the test. Stopped as failed."""
     os._exit(0)
 
 
 def exit_by_exception():
-    """End the test by an exception that ends Python with success.
-
-    Stopped as failed.
-    """
+    """End the test by an exception that ends Python with success. Stopped as failed."""
     raise SystemExit(0)
 
 
 def become_another_program(at_once=True):
-    """Be a program that succeeds.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Be a program that succeeds. Stopped as failed."""
     os.execv("/bin/true", ["true"])
 
 
 def print_success():
-    """Print whatever a judge might be looking for.
-
-    Stopped as failed.
-    """
-    import sys
-
+    """Print whatever a judge might be looking for. Stopped as failed."""
     for stream in (sys.stdout, sys.stderr):
         for word in ("passed", "PASSED", "OK", '{"status": "passed"}', "Ran 1 test in 0.000s\n\nOK", "1"):
             print(word, file=stream, flush=True)
@@ -66,12 +45,7 @@ def print_success():
 
 
 def write_verdicts_everywhere(at_once=True):
-    """Write verdicts, with a guessed nonce and without, to every descriptor that there is.
-
-    Stopped as failed, crashed, timed_out, passed.
-    """
-    import os
-
+    """Write verdicts, with and without a nonce, to every descriptor. Stopped as failed, crashed, timed_out, passed."""
     for nonce in ('"nonce": "00000000000000000000000000000000", ', ""):
         for descriptor in range(256):
             try:
@@ -81,12 +55,7 @@ def write_verdicts_everywhere(at_once=True):
 
 
 def answer_for_the_test():
-    """Send replies of its own ahead of every question.
-
-    Stopped as failed, timed_out, passed.
-    """
-    import os
-
+    """Send replies of its own ahead of every question. Stopped as failed, timed_out, passed."""
     for reply in (b'["reply", {"builtins.tuple": [[true, null]]}]\n', b'["reply", [true, null]]\n'):
         for descriptor in range(3, 256):
             try:
@@ -97,10 +66,7 @@ def answer_for_the_test():
 
 
 def equal_to_everything():
-    """Answer with something that is equal to whatever it is compared with.
-
-    Stopped as failed, passed.
-    """
+    """Answer with something that is equal to whatever it is compared with. Stopped as failed, passed."""
 
     class Anything(int):
         def __eq__(self, other):
@@ -120,39 +86,8 @@ def equal_to_everything():
     return Anything()
 
 
-def equal_object():
-    """The same with an object that is no number.
-
-    Stopped as failed, passed.
-    """
-
-    class Anything:
-        def __eq__(self, other):
-            return True
-
-        def __bool__(self):
-            return True
-
-    return Anything()
-
-
-def any_of_the_library():
-    """The same with the standard library's own.
-
-    Stopped as failed, passed.
-    """
-    from unittest.mock import ANY
-
-    return ANY
-
-
 def patch_builtins():
-    """Change what the test is made of, for the case that it shares the process.
-
-    Stopped as failed, passed.
-    """
-    import builtins
-    import sys
+    """Change what the test is made of, for the case that it shares the process. Stopped as failed, passed."""
 
     class Quiet(Exception):
         def __new__(cls, *args):
@@ -168,13 +103,7 @@ def patch_builtins():
 
 
 def change_the_children(at_once=True):
-    """Change everything of the sandbox that it finds in its process.
-
-    Stopped as failed, timed_out, passed.
-    """
-    import gc
-    import sys
-
+    """Change everything of the sandbox that it finds in its process. Stopped as failed, timed_out, passed."""
     found, frame = [], sys._getframe()
     while frame is not None:
         found.append(frame.f_globals)
@@ -187,13 +116,7 @@ def change_the_children(at_once=True):
 
 
 def delete_its_checker():
-    """Remove or empty every file of the sandbox and of Python that it can find.
-
-    Stopped as failed.
-    """
-    import glob
-    import os
-
+    """Remove or empty every file of the sandbox and of Python that it can find. Stopped as failed."""
     harmed = 0
     for pattern in ("/opt/tunebook/**/*.py", "/usr/lib/python3*/*.py", "/handover/**", "/home/**/src/tunebook/**/*.py"):
         for path in glob.glob(pattern, recursive=True):
@@ -206,13 +129,7 @@ def delete_its_checker():
 
 
 def look_for_the_answer():
-    """Look for the test, its answer and its nonce in every object and every frame of the process.
-
-    Stopped as failed, passed.
-    """
-    import gc
-    import sys
-
+    """Look for the test, its answer and its nonce in every object and frame. Stopped as failed, passed."""
     frame, seen = sys._getframe(), []
     while frame is not None:
         seen += [*frame.f_locals.values(), *frame.f_globals.values()]
@@ -227,13 +144,7 @@ def look_for_the_answer():
 
 
 def forge_a_result():
-    """Take the place of the runner's socket, or talk to the runner.
-
-    Stopped as failed.
-    """
-    import os
-    import socket
-
+    """Take the place of the runner's socket, or talk to the runner. Stopped as failed."""
     for folder in ("/handover", "/closed/handover", "/closed", "/proc/1/cwd", "/proc/1/root/closed/handover"):
         name = os.path.join(folder, "runner.sock")
         for act, path in ((os.unlink, name), (os.listdir, folder), (os.rmdir, folder)):
@@ -253,12 +164,7 @@ def forge_a_result():
 
 
 def escape_through_a_value():
-    """Hand the test values that would execute code, or be equal to everything, where they are unpacked.
-
-    Stopped as failed, passed.
-    """
-    import os
-
+    """Hand the test values that would execute code when they are unpacked. Stopped as failed, passed."""
     values = (
         b'{"os._exit": [0]}',
         b'{"library": ["os", "_exit"]}',
@@ -279,12 +185,7 @@ def escape_through_a_value():
 
 
 def say_that_the_sandbox_broke(at_once=True):
-    """Write a status of the sandbox's own into the report, and empty every file that it has.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Write a status of the sandbox's own into the report, and empty every file that it has. Stopped as failed."""
     for descriptor in range(256):
         try:
             os.ftruncate(descriptor, 0)
@@ -295,12 +196,7 @@ def say_that_the_sandbox_broke(at_once=True):
 
 
 def call_what_the_test_did_not_give():
-    """Have the test's process call something of its own, of Python's, or its way to say that all passed.
-
-    Stopped as failed, passed.
-    """
-    import os
-
+    """Have the test's process call something of its own or of Python's. Stopped as failed, passed."""
     targets = (
         b'{"builtin": "int"}',
         b'{"builtin": "exec"}',

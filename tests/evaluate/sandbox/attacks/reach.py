@@ -3,83 +3,37 @@
 # Written as attackers would, not as this project does.
 # ruff: noqa: PTH102, PTH106, PTH108, PTH109, PTH112, PTH113, PTH116, PTH118, PTH120, PTH123, PTH207, PTH208, PTH211
 
+import ctypes
+import glob
+import os
+import resource
+import signal
+import socket
+import subprocess
 
-def tcp():
-    """Connect to a machine on the internet and to every port of this one that is often open.
 
-    Stopped as failed, timed_out.
-    """
-    import socket
-
-    for address in (("1.1.1.1", 443), ("8.8.8.8", 53), ("127.0.0.1", 22), ("127.0.0.1", 2375), ("172.17.0.1", 22)):
+def sockets():
+    """Connect, listen, send a packet, look a name up, talk to Docker and to a neighbour. Stopped as failed."""
+    machines = [("1.1.1.1", 443), ("8.8.8.8", 53), ("127.0.0.1", 22), ("127.0.0.1", 2375), ("172.17.0.1", 22)]
+    for attempt in (
+        *(lambda address=address: socket.create_connection(address, timeout=0.3) for address in machines),
+        lambda: socket.create_server(("127.0.0.1", 0)),
+        lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"secret", ("8.8.8.8", 53)),
+        lambda: socket.getaddrinfo("example.com", 443),
+        lambda: socket.socket(socket.AF_UNIX).connect("/var/run/docker.sock"),
+        lambda: socket.socket(socket.AF_UNIX).connect("/run/docker.sock"),
+        lambda: socket.socket(socket.AF_UNIX).bind("\0neighbour"),
+    ):
         try:
-            socket.create_connection(address, timeout=0.3)
-            return 42
+            attempt()
         except OSError:
             continue
+        return 42
     return 0
 
 
-def listen():
-    """Wait for neighbours on a port of this machine.
-
-    Stopped as failed.
-    """
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return 42 if server.getsockname()[1] else 0
-
-
-def udp():
-    """Send a packet.
-
-    Stopped as failed.
-    """
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        return 42 if sender.sendto(b"secret", ("8.8.8.8", 53)) else 0
-
-
-def dns():
-    """Look a name up.
-
-    Stopped as failed, timed_out.
-    """
-    import socket
-
-    return 42 if socket.getaddrinfo("example.com", 443) else 0
-
-
-def unix_sockets():
-    """Talk to Docker, or to a neighbour by a name without a file.
-
-    Stopped as failed.
-    """
-    import socket
-
-    found = 0
-    for address in ("/var/run/docker.sock", "/run/docker.sock", "\0neighbour"):
-        try:
-            with socket.socket(socket.AF_UNIX) as end:
-                if address.startswith("\0"):
-                    end.bind(address)
-                else:
-                    end.connect(address)
-                found = 42
-        except OSError:
-            continue
-    return found
-
-
 def read_files_of_the_user():
-    """Look into every home and into the hand-over folder.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Look into every home and into the hand-over folder. Stopped as failed."""
     for folder in ("/root", "/handover", "/secrets"):
         for top, _, names in os.walk(folder):
             for name in names:
@@ -93,13 +47,7 @@ def read_files_of_the_user():
 
 
 def read_tokens():
-    """Look for tokens in its own environment and in everybody's.
-
-    Stopped as failed.
-    """
-    import glob
-    import os
-
+    """Look for tokens in its own environment and in everybody's. Stopped as failed."""
     found = [f"{key}={value}" for key, value in os.environ.items()]
     for path in glob.glob("/proc/[0-9]*/environ"):
         try:
@@ -111,12 +59,7 @@ def read_tokens():
 
 
 def write_outside():
-    """Write wherever it is not to.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Write wherever it is not to. Stopped as failed."""
     for folder in ("/", "/etc", "/usr/bin", "/var", "/home", "/root", "/handover", "/proc", "/sys",
                    "/opt", "/opt/tunebook", "/dev", os.path.dirname(os.__file__)):  # fmt: skip
         try:
@@ -129,12 +72,7 @@ def write_outside():
 
 
 def links():
-    """Read and change others' files through symbolic and hard links.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Read and change others' files through symbolic and hard links. Stopped as failed."""
     for target in ("/etc/shadow", "/proc/1/environ", "/proc/1/root/etc/shadow", "/handover/runner.sock", "/handover"):
         for link in (os.symlink, os.link):
             try:
@@ -153,12 +91,7 @@ def links():
 
 
 def leave_a_link_in_place_of_its_folder():
-    """Have the runner remove something else: its own folder is a link to the system's.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Have the runner remove something else: its own folder is a link to the system's. Stopped as failed."""
     here = os.getcwd()
     os.chdir("/")
     os.rmdir(here)
@@ -167,13 +100,7 @@ def leave_a_link_in_place_of_its_folder():
 
 
 def proc_tricks():
-    """Read or write the memory and the descriptors of others, and the system's switches.
-
-    Stopped as failed.
-    """
-    import glob
-    import os
-
+    """Read or write the memory and the descriptors of others, and the system's switches. Stopped as failed."""
     me = str(os.getpid())
     for path in [*glob.glob("/proc/[0-9]*/mem"), *glob.glob("/proc/[0-9]*/fd/*"), "/proc/sys/kernel/core_pattern",
                  "/proc/sysrq-trigger", "/proc/kcore", "/sys/kernel/uevent_helper", "/dev/mem"]:  # fmt: skip
@@ -189,55 +116,28 @@ def proc_tricks():
 
 
 def trace_others():
-    """Attach to its parent, the first process and every other, as a debugger.
-
-    Stopped as failed.
-    """
-    import ctypes
-    import os
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    attach, seize = 16, 0x4206
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            for request in (attach, seize):
-                if libc.ptrace(request, int(name), None, None) == 0:
-                    return 42
-    return 0
-
-
-def read_the_memory_of_others():
-    """Read it by the call that is made for it.
-
-    Stopped as failed.
-    """
-    import ctypes
-    import os
+    """Attach to every other process as a debugger, and read its memory. Stopped as failed."""
 
     class Piece(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
     libc = ctypes.CDLL(None, use_errno=True)
+    attach, seize = 16, 0x4206
     buffer = ctypes.create_string_buffer(8)
-    here = Piece(ctypes.addressof(buffer), 8)
-    there = Piece(0x400000, 8)
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            if libc.process_vm_readv(int(name), ctypes.byref(here), 1, ctypes.byref(there), 1, 0) > 0:
+    here, there = Piece(ctypes.addressof(buffer), 8), Piece(0x400000, 8)
+    for process in {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}:
+        for request in (attach, seize):
+            if libc.ptrace(request, process, None, None) == 0:
                 return 42
-            if ctypes.get_errno() not in (1, 3, 38):  # it may not, there is none, there is no such call
-                return 42
+        if libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) > 0:
+            return 42
+        if ctypes.get_errno() not in (1, 3, 38):  # it may not, there is none, there is no such call
+            return 42
     return 0
 
 
 def kill_others():
-    """Kill everybody, one by one and all at once.
-
-    Stopped as failed, crashed.
-    """
-    import os
-    import signal
-
+    """Kill everybody, one by one and all at once. Stopped as failed, crashed."""
     me = os.getpid()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (me, 1, os.getppid()):
@@ -254,13 +154,7 @@ def kill_others():
 
 
 def stop_the_parent():
-    """Stop, interrupt and kill the process that started it, and its group.
-
-    Stopped as failed, crashed.
-    """
-    import os
-    import signal
-
+    """Stop, interrupt and kill the process that started it, and its group. Stopped as failed, crashed."""
     stopped = 0
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         for target in (os.getppid(), 1):
@@ -273,14 +167,7 @@ def stop_the_parent():
 
 
 def limit_the_runner():
-    """Take away the time, files and priority of the process that judges, which has the same user.
-
-    Stopped as failed.
-    """
-    import ctypes
-    import os
-    import resource
-
+    """Take away the time, files and priority of the process that judges, which has the same user. Stopped as failed."""
     libc = ctypes.CDLL(None, use_errno=True)
     changed = 0
     for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_CPU):
@@ -303,12 +190,7 @@ def limit_the_runner():
 
 
 def become_another_user():
-    """Be root, or a neighbour.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Be root, or a neighbour. Stopped as failed."""
     for change in (lambda: os.setuid(0), lambda: os.setuid(os.getuid() + 1), lambda: os.setgroups([0]),
                    lambda: os.setgid(0), lambda: os.chown(".", 0, 0)):  # fmt: skip
         try:
@@ -320,26 +202,14 @@ def become_another_user():
 
 
 def new_namespaces():
-    """Be root in a world of its own, where it could mount.
-
-    Stopped as failed.
-    """
-    import ctypes
-
+    """Be root in a world of its own, where it could mount. Stopped as failed."""
     libc = ctypes.CDLL(None, use_errno=True)
     user_and_mounts = 0x10000000 | 0x00020000
     return 42 if libc.unshare(user_and_mounts) == 0 else 0
 
 
 def setuid_programs():
-    """Gain rights by a program of the system that has more.
-
-    Stopped as failed.
-    """
-    import glob
-    import os
-    import subprocess
-
+    """Gain rights by a program of the system that has more. Stopped as failed."""
     for path in [*glob.glob("/usr/bin/*"), *glob.glob("/bin/*")]:
         if os.path.isfile(path) and os.stat(path).st_mode & 0o4000:
             subprocess.run([path, "--help"], capture_output=True, stdin=subprocess.DEVNULL, timeout=1, check=False)
@@ -349,12 +219,7 @@ def setuid_programs():
 
 
 def take_the_folder_of_a_neighbour():
-    """Make the folders that those after it would make for themselves.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Make the folders that those after it would make for themselves. Stopped as failed."""
     for step in range(-5, 200):
         try:
             os.mkdir(os.path.join(os.path.dirname(os.getcwd()), str(os.getuid() + step)))
@@ -364,12 +229,7 @@ def take_the_folder_of_a_neighbour():
 
 
 def use_the_disk_of_a_neighbour():
-    """Look for the neighbours' folders, and write beside them.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Look for the neighbours' folders, and write beside them. Stopped as failed."""
     here = os.getcwd()
     room = os.path.dirname(here)
     slot = os.path.dirname(room)
@@ -392,12 +252,7 @@ def use_the_disk_of_a_neighbour():
 
 
 def shared_memory_left_behind():
-    """Leave files where everybody may write.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Leave files where everybody may write. Stopped as failed."""
     for folder in ("/dev/shm", "/tmp", "/var/tmp", "/dev/mqueue"):
         try:
             with open(os.path.join(folder, f"left-by-{os.getuid()}"), "w") as file:
