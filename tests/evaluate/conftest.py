@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from tunebook.config.schema import (
 )
 from tunebook.evaluate import worker
 from tunebook.evaluate.harness import prepare_environment
+from tunebook.record.model_origin import ORIGIN_FILE
 
 _CHANGED = (
     "TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "HF_ALLOW_CODE_EVAL",
@@ -55,19 +54,39 @@ def quiet_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """`make_run("tiny", 5, "failed", "no memory")`: a run of that minute, how it ended, and why; it has no model."""
+def outputs(tmp_path: Path) -> Path:
+    return tmp_path / "outputs"
 
-    def make(recipe: str, minute: int, state: str | None = "finished", reason: str | None = None) -> Path:
-        folder = tmp_path / "outputs" / recipe / f"2026-01-02T03-{minute:02d}-00Z"
+
+@pytest.fixture
+def make_run(outputs: Path) -> Callable[..., Path]:
+    """`make_run("tiny", 5, "failed")`: a run of that minute and how it ended; it has no model."""
+
+    def make(recipe: str, minute: int, state: str = "finished") -> Path:
+        folder = outputs / recipe / f"2026-01-02T03-{minute:02d}-00Z"
         folder.mkdir(parents=True)
         (folder / "run.yaml").write_text("")
-        if state is not None:
-            manifest = {"format": 1, "status": {"state": state, "reason": reason}}
-            (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": {"state": state, "reason": None}}))
         return folder
 
     return make
+
+
+def model_folder(folder: Path, weights: str = "model.safetensors") -> Path:
+    """Make a folder that looks like a model."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / weights).write_text("")
+    return folder
+
+
+def write_origin(model: Path) -> None:
+    """Say of an exported model from which run it comes."""
+    origin = {
+        "format": 1, "run": "tiny/x", "recipe": "tiny", "config_sha256": "c", "tokenizer_sha256": "t",
+        "chat_template_sha256": "t", "system_prompt": "Be short.", "system_prompt_sha256": "s",
+    }  # fmt: skip
+    (model / ORIGIN_FILE).write_text(json.dumps(origin))
 
 
 @pytest.fixture
@@ -83,17 +102,6 @@ def model(small_qwen2: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     )
 
 
-@pytest.fixture
-def run_python() -> Callable[[str], str]:
-    """Run a program in a fresh interpreter and return what it prints."""
-
-    def run(program: str) -> str:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-        return done.stdout
-
-    return run
-
-
 # A model whose every probability is known: what follows a word how often; the rest is shared by all other words.
 VOCABULARY = ("<pad>", "</s>", "a", "b", "c", "d")
 NEXT = {
@@ -107,12 +115,11 @@ NEXT = {
 
 @pytest.fixture
 def known_model() -> PreTrainedModel:
-    """A real Qwen2 that looks up the last word: its layer is zero, its head is the table above."""
     return make_known_model()
 
 
 def make_known_model() -> PreTrainedModel:
-    """Make the model of the fixture `known_model`."""
+    """A real Qwen2 that looks up the last word: its layer is zero, its head is the table above."""
     num_words = len(VOCABULARY)
     config = Qwen2Config(
         vocab_size=num_words, hidden_size=num_words, intermediate_size=num_words, num_hidden_layers=1,

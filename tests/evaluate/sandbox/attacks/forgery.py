@@ -163,27 +163,6 @@ def forge_a_result():
     return 0
 
 
-def escape_through_a_value():
-    """Hand the test values that would execute code when they are unpacked. Stopped as failed, passed."""
-    values = (
-        b'{"os._exit": [0]}',
-        b'{"library": ["os", "_exit"]}',
-        b'{"builtin": "exit"}',
-        b'{"builtin": "eval"}',
-        b'{"builtins.eval": ["__import__(\'os\')._exit(0)"]}',
-        b'{"builtins.type": ["Any", {"builtins.tuple": [[]]}, {"builtins.dict": [[["__eq__", true]]]}]}',
-        b'{"unittest.mock.ANY": []}',
-        b"cos\n_exit\n(I0\ntR.",
-    )
-    for value in values:
-        for descriptor in range(3, 256):
-            try:
-                os.write(descriptor, b'["reply", {"builtins.tuple": [[%s, null]]}]\n' % value)
-            except OSError:
-                continue
-    return 0
-
-
 def say_that_the_sandbox_broke(at_once=True):
     """Write a status of the sandbox's own into the report, and empty every file that it has. Stopped as failed."""
     for descriptor in range(256):
@@ -193,23 +172,3 @@ def say_that_the_sandbox_broke(at_once=True):
         except OSError:
             continue
     os._exit(0)
-
-
-def call_what_the_test_did_not_give():
-    """Have the test's process call something of its own or of Python's. Stopped as failed, passed."""
-    targets = (
-        b'{"builtin": "int"}',
-        b'{"builtin": "exec"}',
-        b'{"library": ["os", "_exit"]}',
-        b'{"yours": 0}',
-        b'{"yours": -1}',
-        b'{"mine": 0}',
-    )
-    for target in targets:
-        call = b'["call", {"builtins.tuple": [[%s, {"builtins.tuple": [[]]}, {"builtins.dict": [[]]}]]}]\n' % target
-        for descriptor in range(3, 256):
-            try:
-                os.write(descriptor, call)
-            except OSError:
-                continue
-    return 0
