@@ -28,33 +28,20 @@ TEMPLATE = (
     "{{ '<s> ' }}{% for message in messages %}{{ message.role }}: {{ message.content }} </s> {% endfor %}"
     "{% if add_generation_prompt %}{{ 'answer: ' }}{% endif %}"
 )
-CHOICES = """
-task: choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}, cache_dir: CACHE}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: ["a", "b"]
-doc_to_target: "{{right}}"
-metric_list: [{metric: acc}]
-"""
-WRITTEN = CHOICES.replace("multiple_choice", "generate_until").replace('doc_to_choice: ["a", "b"]\n', "")
-WRITTEN = WRITTEN.replace("metric: acc", "metric: exact_match")
-WRITTEN += "generation_kwargs: {until: [], max_gen_toks: 4}\n"
-HELD_OUT = """
-task: words
-output_type: generate_until
-doc_to_text: "{{prompt}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: [], do_sample: false, max_gen_toks: 4}
-metric_list: [{metric: exact_match}]
-metadata: {conversations: held.jsonl}
-"""
-
-
-def settings_of(tokenizer: PreTrainedTokenizerBase) -> HarnessSettings:
-    return HarnessSettings(tokenizer=tokenizer, max_length=64, num_fewshot=None, limit=None, system_prompt="c c")
+TASK = {
+    "task": "words", "dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}",
+    "doc_to_target": "{{right}}",
+}  # fmt: skip
+GENERATED = {
+    "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}],
+    "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 4},
+}  # fmt: skip
+KINDS = {
+    "choices": {"output_type": "multiple_choice", "doc_to_choice": ["a", "b"], "metric_list": [{"metric": "acc"}]},
+    "written": GENERATED,
+    "held-out": GENERATED
+    | {"doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}", "metadata": {"conversations": "held.jsonl"}},
+}
 
 
 @pytest.fixture
@@ -64,10 +51,8 @@ def adding_bos() -> PreTrainedTokenizerBase:
     backend.add_special_tokens(list(WORDS[:3]))
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     make: Any = PreTrainedTokenizerFast  # untyped upstream
-    tokenizer: PreTrainedTokenizerBase = make(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", add_bos_token=True
-    )
-    tokenizer.chat_template = TEMPLATE
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer: PreTrainedTokenizerBase = make(tokenizer_object=backend, add_bos_token=True, **special)
     return tokenizer
 
 
@@ -85,24 +70,25 @@ def rows_read(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[l
 
 
 @pytest.mark.parametrize("start", ["<s> ", ""], ids=["template-writes-bos", "trained-without-bos"])
-@pytest.mark.parametrize("text", [CHOICES, WRITTEN, HELD_OUT], ids=["choices", "written", "held-out"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
-    text: str,
+    kind: str,
     start: str,
     model: PreTrainedModel,
     adding_bos: PreTrainedTokenizerBase,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data, held_out = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"question": question, "right": 0}) + "\n" for question in ("a b", "c")))
     turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-    held_out.write_text(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "held.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    arguments = {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")}
     file = tmp_path / "task.yaml"
-    file.write_text(text.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={})
-    settings = settings_of(adding_bos)
+    file.write_text(json.dumps(TASK | {"dataset_kwargs": arguments} | KINDS[kind]))
     adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
+    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={})
+    settings = HarnessSettings(tokenizer=adding_bos, max_length=64, num_fewshot=None, limit=None, system_prompt="c c")
     (task,) = load_tasks([read_task_file(file)], tmp_path, settings)
     rows = rows_read(model, monkeypatch)
     run_task(run_model, task, settings)

@@ -17,7 +17,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.evaluate.code.code_task import FOLDER
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks, run_task
 from tunebook.evaluate.task_files import Task
 
@@ -29,18 +28,14 @@ MBPP = [
         "text": "Write a function to double a number.",
         "code": "def double(n):\r\n  return 2 * n",
         "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(-1) == -2"],
-        "test_setup_code": "",
-        "challenge_test_list": [],
     },
     {
         "task_id": 12,
         "text": "Write a function to join words by a sign.",
         "code": "def join(words, sign):\r\n  return sign.join(words)",
         "test_list": ["assert join('ab', '-') == 'a-b'", "assert join([], '-') == ''", "assert join('a', '') == 'a'"],
-        "test_setup_code": "",
-        "challenge_test_list": [],
     },
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="session")
@@ -59,36 +54,19 @@ def harness_function() -> Callable[[str, str], Callable[..., Any]]:
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No `sandbox` service, whatever runs on this machine."""
+def bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `sandbox` service, whatever runs here; skips a test on a machine without bubblewrap; CI has it."""
     monkeypatch.setenv("TUNEBOOK_HANDOVER", "/nonexistent/handover")
-
-
-@pytest.fixture
-def bubblewrap(nowhere: None) -> None:
-    """Skips a test on a machine without bubblewrap; CI has it."""
     if shutil.which("bwrap") is None and not os.environ.get("CI"):
         pytest.skip("no bubblewrap on this machine: apt install bubblewrap")
 
 
 @pytest.fixture
-def no_sandbox(nowhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the service nor bubblewrap."""
-    monkeypatch.setenv("PATH", "/nonexistent")
-
-
-@pytest.fixture
 def mbpp(tmp_path: Path) -> Path:
     file = tmp_path / "mbpp.jsonl"
-    file.write_text("".join(json.dumps(problem) + "\n" for problem in MBPP))
+    unused = {"test_setup_code": "", "challenge_test_list": []}
+    file.write_text("".join(json.dumps(problem | unused) + "\n" for problem in MBPP))
     return file
-
-
-@pytest.fixture(scope="session")
-def small_problems() -> dict[str, dict[str, Any]]:
-    """The problems that are shipped, by their function's name."""
-    lines = (FOLDER / "small_python.jsonl").read_text().splitlines()
-    return {problem["entry_point"]: problem for problem in map(json.loads, lines)}
 
 
 HARNESS_TASKS = Path(str(lm_eval.__file__)).parent / "tasks"
@@ -133,7 +111,8 @@ def requests_of(task: LoadedTask, settings: HarnessSettings) -> list[list[Any]]:
     """What a model is asked: the number of each problem, the prompt, and how to generate."""
     model = ToldModel(settings.tokenizer, lambda problem, number: "")
     run_task(model, task, settings)
-    return [json.loads(text) for text in dict.fromkeys(json.dumps([one.doc_id, *one.args]) for one in model.requests)]
+    texts = [json.dumps([request.doc_id, *request.args]) for request in model.requests]
+    return [json.loads(text) for text in dict.fromkeys(texts)]
 
 
 @pytest.fixture

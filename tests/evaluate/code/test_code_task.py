@@ -28,40 +28,29 @@ def test_every_task_of_this_book_has_enough_samples_for_its_score() -> None:
 
 
 def test_samples_are_chosen() -> None:
-    code = with_choice(
-        "humaneval",
-        code_of("humaneval"),
-        CodeConfig(num_samples=20, temperature=0.8, top_p=0.95, max_new_tokens=300, pass_at_k=[1, 10]),
-    )
+    choice = CodeConfig(num_samples=20, temperature=0.8, top_p=0.95, max_new_tokens=300, pass_at_k=[1, 10])
+    code = with_choice("humaneval", code_of("humaneval"), choice)
     assert (code.num_samples, code.pass_at_k) == (20, (1, 10))
-    assert code.generation == {
-        "until": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"],
-        "max_gen_toks": 300,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-    }
-
-
-def test_temperature_0_takes_the_likeliest_token() -> None:
-    code = with_choice("t", code_of("humaneval_64"), CodeConfig(num_samples=1, temperature=0.0, pass_at_k=[1]))
+    sampling = {"max_gen_toks": 300, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    assert code.generation == {"until": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]} | sampling
+    choice = CodeConfig(num_samples=1, temperature=0.0, pass_at_k=[1])  # takes the likeliest token
+    code = with_choice("t", code_of("humaneval_64"), choice)
     assert code.generation["do_sample"] is False
     assert "temperature" not in code.generation and "top_p" not in code.generation
 
 
 @pytest.mark.parametrize(
-    ("choice", "problem_id", "key"),
+    ("choice", "problem_id"),
     [
-        (CodeConfig(pass_at_k=[1, 10]), "too-few-samples", "evaluation.code.num_samples=10"),
-        (CodeConfig(num_samples=5), "code-sampling", "evaluation.code.temperature=0.8"),
-        (CodeConfig(top_p=0.9), "code-sampling", "evaluation.code.top_p"),
+        (CodeConfig(pass_at_k=[1, 10]), "too-few-samples"),
+        (CodeConfig(num_samples=5), "code-sampling"),
+        (CodeConfig(top_p=0.9), "code-sampling"),
     ],
 )
-def test_contradictions(choice: CodeConfig, problem_id: str, key: str) -> None:
+def test_contradictions(choice: CodeConfig, problem_id: str) -> None:
     with pytest.raises(RequestError) as raised:
         with_choice("humaneval", code_of("humaneval"), choice)
     assert raised.value.problem_id == problem_id
-    assert key in raised.value.message
 
 
 @pytest.mark.parametrize(
