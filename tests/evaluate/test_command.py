@@ -97,13 +97,6 @@ def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(
     assert "words (exact_match)" in shown and "50.0 % ± 2.5" in shown
 
 
-def test_a_checkpoint_is_evaluated_in_its_run(run: Path, evaluate: Evaluate, worker: Worker) -> None:
-    checkpoint = str(model_folder(run / "checkpoints" / "checkpoint-20"))
-    for request in ({"run": checkpoint}, {"model": checkpoint}):
-        evaluate(**request)
-        assert (worker.value("--run"), worker.value("--model")) == (str(run), checkpoint)
-
-
 def test_the_request_reaches_the_worker(run: Path, evaluate: Evaluate, worker: Worker) -> None:
     evaluate(
         suite="quickstart", limit=7, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer", processes=2,

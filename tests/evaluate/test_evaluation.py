@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tunebook.config.frozen import load_config
 from tunebook.evaluate import worker
-from tunebook.evaluate.trained_model import load_trained, trained_architecture
+from tunebook.evaluate.trained_model import trained_architecture
 
 TaskFile = Callable[[str], Path]
 KnownRun = Callable[..., Path]
 
 
-def record(run: Path, when: str = "before") -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run / "evaluation" / f"{when}.json").read_text())
+def record(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "evaluation" / "before.json").read_text())
     return content
 
 
-def answers(run: Path, when: str = "before") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "evaluation" / f"{when}-answers.jsonl").read_text().splitlines()]
-
-
-def test_every_kind_of_request_is_scored_as_by_hand(evaluated: Path, known_folder: Path) -> None:
+@pytest.mark.usefixtures("quiet_harness")
+def test_every_kind_of_request_is_scored_as_by_hand(
+    task_file: TaskFile, known_run: KnownRun, known_folder: Path
+) -> None:
     # From the table in conftest.py. The most likely word after a word: a b c d </s>.
     by_hand = {
         "next_word": ("acc", 0.5),  # b after a, c after c a; but neither d after b nor a after d
@@ -36,32 +33,21 @@ def test_every_kind_of_request_is_scored_as_by_hand(evaluated: Path, known_folde
         "continuation": ("exact_match", 0.75),  # after d it ends at once
         "whole_text": ("word_perplexity", 2.0),  # each of the 6 words has 1/2
     }
-    content = record(evaluated)
+    run = known_run([task_file(kind) for kind in by_hand], batch_size=3)
+    assert worker.main(["--run", str(run), "--when", "before"]) == 0
+    content = record(run)
     scores = {name: (task["metric"], pytest.approx(task["value"], rel=1e-5)) for name, task in content["tasks"].items()}
     assert scores == by_hand
     # 1 1 0 0: a standard deviation of sqrt(1/3), over sqrt(4)
     assert content["tasks"]["next_word"]["stderr"] == pytest.approx((1 / 3) ** 0.5 / 2)
     assert (content["model"], content["batch_size"]) == (f"{known_folder} (pretrained weights)", 3)
-    assert (len(content["samples"]), len(answers(evaluated))) == (5, 13)
-    by_item = {(answer["task"], answer["item"]): answer for answer in answers(evaluated)}
+    answers = [json.loads(line) for line in (run / "evaluation" / "before-answers.jsonl").read_text().splitlines()]
+    assert (len(content["samples"]), len(answers)) == (5, 13)
+    by_item = {(answer["task"], answer["item"]): answer for answer in answers}
     assert by_item["continuation", 0]["responses"] == ["bcd"]
     assert by_item["choice", 2]["answer"] == "d"
     # ln 1/2 + ln 1/2 of the two words
     assert by_item["next_word", 1]["responses"] == pytest.approx([-1.386294], rel=1e-5)
-
-
-@pytest.mark.usefixtures("quiet_harness")
-def test_kept_answers_are_used_by_the_next_evaluation(
-    evaluated: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = shutil.copytree(evaluated, tmp_path / "run")
-    evaluation = run / "evaluation"
-    next(evaluation.glob("parts/whole_text-*")).unlink()
-    assert worker.main(["--run", str(run), "--when", "again"]) == 0
-    assert "kept answers were used for next_word, choice, continuation; without" in capfd.readouterr().err
-    assert record(run, "again")["reused"] == ["next_word", "choice", "continuation"]
-    assert record(run, "again")["tasks"] == record(run)["tasks"]
-    assert answers(run, "again") == answers(run)
 
 
 @pytest.mark.usefixtures("quiet_harness")
@@ -94,14 +80,5 @@ def test_a_task_without_data_is_refused_before_a_model_is_loaded(
     assert "evaluation: the data of task" in capfd.readouterr().err
 
 
-def test_a_model_over_several_devices_answers_as_on_one(
-    known_run: KnownRun, relative_difference: Callable[[torch.Tensor, torch.Tensor], float]
-) -> None:
-    config = load_config(known_run([]) / "run.yaml")
-    whole: Any = load_trained(config, None)
-    sharded: Any = load_trained(config, None, is_sharded=True)
-    tokens = torch.tensor([[2, 3, 4, 5]])
-    with torch.no_grad():
-        difference = relative_difference(sharded(tokens).logits, whole(tokens).logits)
-    assert difference < 32 * torch.finfo(torch.float32).eps  # sums in another order
-    assert trained_architecture(config, None).max_position_embeddings == 64
+def test_the_context_of_the_model_is_known_before_it_is_loaded(known_run: KnownRun) -> None:
+    assert trained_architecture(load_config(known_run([]) / "run.yaml"), None).max_position_embeddings == 64

@@ -14,8 +14,6 @@ from tunebook.evaluate.results import (
     task_scores,
 )
 
-COLORS = ("green", "blue", "red")
-
 
 def sample(prompt: str, answer: str, expected: str, group: str | None, filter_name: str = "strip") -> dict[str, Any]:
     return {
@@ -41,27 +39,12 @@ def results(samples: list[dict[str, Any]], **metrics: object) -> dict[str, Any]:
     }
 
 
-def test_the_score_its_error_and_the_groups_are_kept() -> None:
-    samples = [sample("1", "x", "x", "a"), sample("2", "x", "y", "a"), sample("3", "z", "z", "b")]
-    score = task_scores(results(samples, **{"exact_match,strip": 2 / 3, "exact_match_stderr,strip": 1 / 3}))["words"]
-    assert score["groups"] == {"a": {"value": 0.5, "num_items": 2}, "b": {"value": 1.0, "num_items": 1}}
-    assert (score["metric"], score["value"], score["stderr"], score["num_items"]) == ("exact_match", 2 / 3, 1 / 3, 3)
-    assert (score["filter"], score["version"], score["subtasks"]) == ("strip", 1.0, [])
-
-
 def test_the_first_filter_of_the_first_listed_metric_is_the_main_one() -> None:
     samples = [sample("1", "x", "x", None, "strip"), sample("1", "w", "x", None, "last")]
     metrics = {"f1,strip": 0.1, "exact_match,strip": 1.0, "exact_match_stderr,strip": "N/A", "exact_match,last": 0.0}
     score = task_scores(results(samples, **metrics))["words"]
     assert (score["value"], score["stderr"], score["groups"]) == (1.0, None, {})
     assert [given.answer for given in task_answers("words", results(samples, **metrics))] == ["x"]
-
-
-def test_of_several_choices_the_likeliest_is_the_answer() -> None:
-    multiple = sample("sky", "", "", None) | {"target": 1, "arguments": [("sky", f" {color}") for color in COLORS]}
-    multiple |= {"filtered_resps": [(-3.0, False), (-2.0, False), (-1.5, True)]}
-    (answer,) = task_answers("words", results([multiple], **{"exact_match,strip": 0.0}))
-    assert (answer.answer, answer.expected) == ("red", "blue")
 
 
 def test_the_samples_are_the_same_before_and_after_training() -> None:

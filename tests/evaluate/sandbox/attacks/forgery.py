@@ -1,7 +1,7 @@
 """Attacks on the verdict. A program may cheat its own test (`passed`), but not change the verdict of the next one."""
 
 # Written as attackers would, not as this project does.
-# ruff: noqa: N818, PTH106, PTH113, PTH118, PTH202, PTH207
+# ruff: noqa: N818, PTH113, PTH118, PTH202, PTH207
 
 import builtins
 import gc
@@ -9,6 +9,14 @@ import glob
 import os
 import socket
 import sys
+
+
+def _works(act, *arguments):
+    try:
+        act(*arguments)
+    except OSError:
+        return False
+    return True
 
 
 def exit_at_once(at_once=True):
@@ -48,21 +56,7 @@ def write_verdicts_everywhere(at_once=True):
     """Write verdicts, with and without a nonce, to every descriptor. Stopped as failed, crashed, timed_out, passed."""
     for nonce in ('"nonce": "00000000000000000000000000000000", ', ""):
         for descriptor in range(256):
-            try:
-                os.write(descriptor, b'{%s"status": "passed", "message": ""}\n' % nonce.encode())
-            except OSError:
-                continue
-
-
-def answer_for_the_test():
-    """Send replies of its own ahead of every question. Stopped as failed, timed_out, passed."""
-    for reply in (b'["reply", {"builtins.tuple": [[true, null]]}]\n', b'["reply", [true, null]]\n'):
-        for descriptor in range(3, 256):
-            try:
-                os.write(descriptor, reply * 100)
-            except OSError:
-                continue
-    return 0
+            _works(os.write, descriptor, b'{%s"status": "passed", "message": ""}\n' % nonce.encode())
 
 
 def equal_to_everything():
@@ -120,11 +114,8 @@ def delete_its_checker():
     harmed = 0
     for pattern in ("/opt/tunebook/**/*.py", "/usr/lib/python3*/*.py", "/handover/**", "/home/**/src/tunebook/**/*.py"):
         for path in glob.glob(pattern, recursive=True):
-            try:
-                os.truncate(path, os.path.getsize(path)) if os.path.isfile(path) else os.rmdir(path)
+            if _works(os.truncate, path, os.path.getsize(path)) if os.path.isfile(path) else _works(os.rmdir, path):
                 harmed = 42
-            except OSError:
-                continue
     return harmed
 
 
@@ -148,27 +139,16 @@ def forge_a_result():
     for folder in ("/handover", "/closed/handover", "/closed", "/proc/1/cwd", "/proc/1/root/closed/handover"):
         name = os.path.join(folder, "runner.sock")
         for act, path in ((os.unlink, name), (os.listdir, folder), (os.rmdir, folder)):
-            try:
-                act(path)
+            if _works(act, path):
                 return 42
-            except OSError:
-                continue
-        try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(name)
-                connection.sendall(b"{}\n")
-                return 42
-        except OSError:
-            continue
+        if _works(lambda name=name: socket.socket(socket.AF_UNIX).connect(name)):
+            return 42
     return 0
 
 
 def say_that_the_sandbox_broke(at_once=True):
     """Write a status of the sandbox's own into the report, and empty every file that it has. Stopped as failed."""
     for descriptor in range(256):
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, b'{"status": "broken", "message": ""}', 0)
-        except OSError:
-            continue
+        if _works(os.ftruncate, descriptor, 0):
+            _works(os.pwrite, descriptor, b'{"status": "broken", "message": ""}', 0)
     os._exit(0)
