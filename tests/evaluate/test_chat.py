@@ -39,34 +39,29 @@ Chats = Callable[..., Chat]
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
 
 
-def successor_model(successors: dict[int, int], *, context: int = 96) -> PreTrainedModel:
-    """A Qwen2 that writes `successors[t]` after token t, whatever came before: its layer adds nothing."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=832, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False,
-    )  # fmt: skip
-    model: Any = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[0].mlp.down_proj.weight.zero_()
-        model.lm_head.weight.zero_()
-        for token, successor in successors.items():
-            model.lm_head.weight[successor] += model.model.embed_tokens.weight[token]
-    made: PreTrainedModel = model
-    return made
-
-
 @pytest.fixture
 def scripted(tokenizer: PreTrainedTokenizerBase) -> Models:
-    """A model that answers every prompt with one text and then the EOS token."""
+    """A Qwen2 that answers every prompt with one text and EOS: its layer adds nothing, its head knows what follows."""
 
-    def make(answer: str, **options: Any) -> PreTrainedModel:
+    def make(answer: str, *, context: int = 96) -> PreTrainedModel:
         encode: Any = tokenizer
         (newline,) = encode("\n")["input_ids"]  # the generation prompt ends with it
         chain = [newline, *encode(answer)["input_ids"], tokenizer.eos_token_id]
         assert len(set(chain[:-1])) == len(chain) - 1, "a token that comes twice has one successor only"
-        return successor_model(dict(pairwise(chain)), **options)
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=832, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False,
+        )  # fmt: skip
+        model: Any = Qwen2ForCausalLM(config)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.o_proj.weight.zero_()
+            model.model.layers[0].mlp.down_proj.weight.zero_()
+            model.lm_head.weight.zero_()
+            for token, successor in pairwise(chain):
+                model.lm_head.weight[successor] += model.model.embed_tokens.weight[token]
+        made: PreTrainedModel = model
+        return made
 
     return make
 
