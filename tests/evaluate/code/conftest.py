@@ -1,4 +1,4 @@
-"""Local problems in the formats of HumanEval and MBPP, and a stand-in for a model that gives the answers it is told."""
+"""Local problems in the formats of HumanEval and MBPP, and a stand-in for a model, which gives known answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def mbpp(tmp_path: Path) -> Path:
 HARNESS_TASKS = Path(str(lm_eval.__file__)).parent / "tasks"
 
 
-class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
+class KnownAnswers(LM):  # type: ignore[misc]  # the harness has no type marker
     """Gives the answers that a function says, as often as it is asked for each problem."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: Answer) -> None:
@@ -82,7 +82,7 @@ class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
 
     @property
     def tokenizer_name(self) -> str:
-        return "told"
+        return "known answers"
 
     def apply_chat_template(self, history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -109,7 +109,7 @@ class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
 
 def requests_of(task: LoadedTask, settings: HarnessSettings) -> list[list[Any]]:
     """What a model is asked: the number of each problem, the prompt, and how to generate."""
-    model = ToldModel(settings.tokenizer, lambda problem, number: "")
+    model = KnownAnswers(settings.tokenizer, lambda problem, number: "")
     run_task(model, task, settings)
     texts = [json.dumps([request.doc_id, *request.args]) for request in model.requests]
     return [json.loads(text) for text in dict.fromkeys(texts)]
@@ -127,7 +127,7 @@ def generate(
         )
         results: dict[str, Any] = {}
         for task in load_tasks(tasks, tmp_path, settings):
-            for key, value in run_task(ToldModel(tokenizer, answer), task, settings).items():
+            for key, value in run_task(KnownAnswers(tokenizer, answer), task, settings).items():
                 if isinstance(value, dict):
                     results.setdefault(key, {}).update(value)
         return results
