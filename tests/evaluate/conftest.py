@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +30,8 @@ from tunebook.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from tunebook.evaluate import worker
 from tunebook.evaluate.harness import prepare_environment
+from tunebook.record.model_origin import ORIGIN_FILE
 
 _CHANGED = (
     "TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "HF_ALLOW_CODE_EVAL",
@@ -40,34 +39,49 @@ _CHANGED = (
 )  # fmt: skip
 
 
-def set_harness_environment(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Set the environment of a worker, and restore it with the patch."""
+@pytest.fixture
+def quiet_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a worker, restored after the test."""
     for name in _CHANGED:
-        patch.setenv(name, "0")
-    patch.setenv("NLTK_DATA", str(folder / "nltk_data"))
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
     prepare_environment(is_offline=True)
 
 
 @pytest.fixture
-def quiet_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a worker, restored after the test."""
-    set_harness_environment(monkeypatch, tmp_path)
+def outputs(tmp_path: Path) -> Path:
+    return tmp_path / "outputs"
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """`make_run("tiny", 5, "failed", "no memory")`: a run of that minute, how it ended, and why; it has no model."""
+def make_run(outputs: Path) -> Callable[..., Path]:
+    """`make_run("tiny", 5, "failed")`: a run of that minute and how it ended; it has no model."""
 
-    def make(recipe: str, minute: int, state: str | None = "finished", reason: str | None = None) -> Path:
-        folder = tmp_path / "outputs" / recipe / f"2026-01-02T03-{minute:02d}-00Z"
+    def make(recipe: str, minute: int, state: str = "finished") -> Path:
+        folder = outputs / recipe / f"2026-01-02T03-{minute:02d}-00Z"
         folder.mkdir(parents=True)
         (folder / "run.yaml").write_text("")
-        if state is not None:
-            manifest = {"format": 1, "status": {"state": state, "reason": reason}}
-            (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": {"state": state, "reason": None}}))
         return folder
 
     return make
+
+
+def model_folder(folder: Path, weights: str = "model.safetensors") -> Path:
+    """Make a folder that looks like a model."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / weights).write_text("")
+    return folder
+
+
+def write_origin(model: Path) -> None:
+    """Say of an exported model from which run it comes."""
+    origin = {
+        "format": 1, "run": "tiny/x", "recipe": "tiny", "config_sha256": "c", "tokenizer_sha256": "t",
+        "chat_template_sha256": "t", "system_prompt": "Be short.", "system_prompt_sha256": "s",
+    }  # fmt: skip
+    (model / ORIGIN_FILE).write_text(json.dumps(origin))
 
 
 @pytest.fixture
@@ -83,17 +97,6 @@ def model(small_qwen2: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     )
 
 
-@pytest.fixture
-def run_python() -> Callable[[str], str]:
-    """Run a program in a fresh interpreter and return what it prints."""
-
-    def run(program: str) -> str:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-        return done.stdout
-
-    return run
-
-
 # A model whose every probability is known: what follows a word how often; the rest is shared by all other words.
 VOCABULARY = ("<pad>", "</s>", "a", "b", "c", "d")
 NEXT = {
@@ -107,12 +110,11 @@ NEXT = {
 
 @pytest.fixture
 def known_model() -> PreTrainedModel:
-    """A real Qwen2 that looks up the last word: its layer is zero, its head is the table above."""
     return make_known_model()
 
 
 def make_known_model() -> PreTrainedModel:
-    """Make the model of the fixture `known_model`."""
+    """A real Qwen2 that looks up the last word: its layer is zero, its head is the table above."""
     num_words = len(VOCABULARY)
     config = Qwen2Config(
         vocab_size=num_words, hidden_size=num_words, intermediate_size=num_words, num_hidden_layers=1,
@@ -151,38 +153,31 @@ def known_folder(tmp_path_factory: pytest.TempPathFactory, known_tokenizer: PreT
     return folder
 
 
-def copy_tasks(folder: Path) -> None:
-    """Copy the task files in the folder tasks/ next to this file, with their data."""
-    folder.mkdir(exist_ok=True)
-    for file in (Path(__file__).parent / "tasks").iterdir():
-        text = file.read_text().replace("FOLDER", str(folder)).replace("CACHE", str(folder / "cache"))
-        (folder / file.name).write_text(text)
-
-
 @pytest.fixture
 def task_file(tmp_path: Path) -> Callable[[str], Path]:
     """`task_file("choice")`: a copy of the task in the folder tasks/ next to this file, with its data."""
-    copy_tasks(tmp_path / "tasks")
-    return lambda name: tmp_path / "tasks" / f"{name}.yaml"
-
-
-def write_run(folder: Path, model: Path, tasks: list[Path], **settings: object) -> Path:
-    """Write a run folder whose training starts from a model, with these tasks."""
-    folder.mkdir(exist_ok=True)
-    evaluation = EvaluationConfig(
-        tasks=[str(file) for file in tasks],
-        contamination=Contamination.disabled,
-        **settings,  # type: ignore[arg-type]
-    )
-    config = cpu_run(model=ModelConfig(path=str(model), weights=Weights.pretrained), evaluation=evaluation)
-    (folder / "run.yaml").write_text(config_to_yaml(config))
-    return folder
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for file in (Path(__file__).parent / "tasks").iterdir():
+        text = file.read_text().replace("FOLDER", str(folder)).replace("CACHE", str(folder / "cache"))
+        (folder / file.name).write_text(text)
+    return lambda name: folder / f"{name}.yaml"
 
 
 @pytest.fixture
 def known_run(tmp_path: Path, known_folder: Path) -> Callable[..., Path]:
     """`known_run(files, batch_size=2)`: a run folder whose training starts from the known model, with these tasks."""
-    return lambda tasks, **settings: write_run(tmp_path / "run", known_folder, tasks, **settings)
+
+    def write(tasks: list[Path], **settings: Any) -> Path:
+        (tmp_path / "run").mkdir()
+        evaluation = EvaluationConfig(
+            tasks=[str(file) for file in tasks], contamination=Contamination.disabled, **settings
+        )
+        model = ModelConfig(path=str(known_folder), weights=Weights.pretrained)
+        (tmp_path / "run" / "run.yaml").write_text(config_to_yaml(cpu_run(model=model, evaluation=evaluation)))
+        return tmp_path / "run"
+
+    return write
 
 
 QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
@@ -207,19 +202,3 @@ def cpu_run(**sections: object) -> RunConfig:
 def cpu_config() -> RunConfig:
     """The quickstart's model and data in fp32 on a CPU; not to be changed."""
     return cpu_run()
-
-
-KINDS = ("next_word", "choice", "continuation", "whole_text")  # one task for each kind of request
-
-
-@pytest.fixture(scope="session")
-def evaluated(tmp_path_factory: pytest.TempPathFactory, known_folder: Path) -> Path:
-    """A run folder in which the known model was evaluated once, on a task of each kind; not to be changed."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    copy_tasks(folder / "tasks")
-    tasks = [folder / "tasks" / f"{kind}.yaml" for kind in KINDS]
-    run = write_run(folder / "run", known_folder, tasks, batch_size=3)
-    with pytest.MonkeyPatch.context() as patch:
-        set_harness_environment(patch, folder)
-        assert worker.main(["--run", str(run), "--when", "before"]) == 0
-    return run

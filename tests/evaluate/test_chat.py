@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from tests.evaluate.conftest import cpu_run
 from tunebook.config.choices import Compute, Generation, PeftMethod, TrainOn, Weights
@@ -39,34 +39,29 @@ Chats = Callable[..., Chat]
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
 
 
-def successor_model(successors: dict[int, int], *, context: int = 96) -> PreTrainedModel:
-    """A Qwen2 that writes `successors[t]` after token t, whatever came before: its layer adds nothing."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=832, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False,
-    )  # fmt: skip
-    model: Any = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[0].mlp.down_proj.weight.zero_()
-        model.lm_head.weight.zero_()
-        for token, successor in successors.items():
-            model.lm_head.weight[successor] += model.model.embed_tokens.weight[token]
-    made: PreTrainedModel = model
-    return made
-
-
 @pytest.fixture
 def scripted(tokenizer: PreTrainedTokenizerBase) -> Models:
-    """A model that answers every prompt with one text and then `end`: the tokenizer's EOS unless a test says more."""
+    """A Qwen2 that answers every prompt with one text and EOS: its layer adds nothing, its head knows what follows."""
 
-    def make(answer: str, *, end: Sequence[int] | None = None, **options: Any) -> PreTrainedModel:
+    def make(answer: str, *, context: int = 96) -> PreTrainedModel:
         encode: Any = tokenizer
         (newline,) = encode("\n")["input_ids"]  # the generation prompt ends with it
-        chain = [newline, *encode(answer)["input_ids"], *([tokenizer.eos_token_id] if end is None else end)]
+        chain = [newline, *encode(answer)["input_ids"], tokenizer.eos_token_id]
         assert len(set(chain[:-1])) == len(chain) - 1, "a token that comes twice has one successor only"
-        return successor_model(dict(pairwise(chain)), **options)
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=832, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False,
+        )  # fmt: skip
+        model: Any = Qwen2ForCausalLM(config)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.o_proj.weight.zero_()
+            model.model.layers[0].mlp.down_proj.weight.zero_()
+            model.lm_head.weight.zero_()
+            for token, successor in pairwise(chain):
+                model.lm_head.weight[successor] += model.model.embed_tokens.weight[token]
+        made: PreTrainedModel = model
+        return made
 
     return make
 
@@ -77,14 +72,9 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, scripted: Models) -> Chats:
 
     def make(answer: str, *, max_new_tokens: int = 16, system: str | None = None, **options: Any) -> Chat:
         model = scripted(answer, **options)
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
-        return Chat(
-            model=model,
-            tokenizer=tokenizer,
-            stop_ids=stop_ids(model, tokenizer),
-            sampling=sampling,
-            system_prompt=system,
-        )
+        sampling = replace(SAMPLING, max_new_tokens=max_new_tokens)
+        stops = stop_ids(model, tokenizer)
+        return Chat(model=model, tokenizer=tokenizer, stop_ids=stops, sampling=sampling, system_prompt=system)
 
     return make
 
@@ -113,12 +103,9 @@ def test_an_answer_is_shown_and_kept(chat_of: Chats, written: str, num_tokens: i
     assert bool(note) is not (is_whole and bool(shown))
 
 
-def test_a_prompt_is_encoded_as_in_training(
-    chat_of: Chats, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_encoded_as_in_training(chat_of: Chats, tokenizer: PreTrainedTokenizerBase) -> None:
     turns = [{"role": "user", "content": "Reverse the order: rain key chair"}]
-    answered = [*turns, {"role": "assistant", "content": "chair key rain"}]
-    row = chat_row(answered)
+    row = chat_row([*turns, {"role": "assistant", "content": "chair key rain"}])
     (document,) = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode([row])
     prompt = chat_of("apple")._encode(turns)
     assert document.input_ids[: len(prompt)] == prompt
@@ -169,33 +156,27 @@ def test_a_conversation_longer_than_the_context_is_refused_and_not_kept(chat_of:
     assert ask(chat, "key")[0] == "apple"
 
 
-def test_ctrl_c_ends_an_answer_and_what_there_is_of_it_is_kept(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = chat_of("apple")
-    chat.model = successor_model({token: (token + 1) % 832 for token in range(3, 832)}, context=100_000)
-    chat.sampling = Sampling(max_new_tokens=50_000, temperature=0.0, seed=0)
-    put = TextStreamer.put
+def test_ctrl_c_ends_an_answer_and_what_there_is_of_it_is_kept(chat_of: Chats) -> None:
+    def interrupt(piece: str) -> None:
+        if piece:
+            raise KeyboardInterrupt
 
-    def interrupted(streamer: TextStreamer, value: torch.Tensor) -> None:
-        put(streamer, value)
-        if streamer.token_cache:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(TextStreamer, "put", interrupted)
-    assert "\n(stopped)\n" in talk(chat, ["rain"])
-    assert 0 < len(chat.turns[1]["content"]) < 20_000
+    chat = chat_of("apple bird cat")
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("rain", interrupt)
+    assert [turn["content"] for turn in chat.turns] == ["rain", "apple"]
 
 
-def talk(chat: Chat, lines: Iterable[str], *, color: bool = False) -> str:
+def talk(chat: Chat, *lines: str, color: bool = False) -> str:
     """What the terminal shows while these lines are typed, and then Ctrl-D."""
     waiting = iter(lines)
     screen = io.StringIO()
 
     def read_line(prompt: str) -> str:
-        screen.write(prompt)
         line = next(waiting, None)
         if line is None:
             raise EOFError
-        screen.write(line + "\n")
+        screen.write(f"{prompt}{line}\n")
         return line
 
     console = Console(file=screen, width=100, force_terminal=color, color_system="standard" if color else None)
@@ -205,7 +186,7 @@ def talk(chat: Chat, lines: Iterable[str], *, color: bool = False) -> str:
 
 def test_questions_are_answered_and_streamed_text_is_no_markup(chat_of: Chats) -> None:
     chat = chat_of("[red] :x w", max_new_tokens=40)
-    shown = talk(chat, ["[bold]rain[/bold]", "", "   "], color=True)
+    shown = talk(chat, "[bold]rain[/bold]", "", "   ", color=True)
     assert shown.startswith("> [bold]rain[/bold]\n[red] :x w\n")
     assert [turn["content"] for turn in chat.turns] == ["[bold]rain[/bold]", "[red] :x w"]
 
@@ -216,16 +197,9 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 
 def test_commands_are_no_questions(chat_of: Chats) -> None:
     chat = chat_of("apple")
-    assert HELP in talk(chat, ["rain", "/reset", "/help", "/etc/passwd"])
+    assert HELP in talk(chat, "rain", "/reset", "/help", "/etc/passwd")
     assert [turn["content"] for turn in chat.turns[::2]] == ["/etc/passwd"]
-    assert talk(chat, ["/exit", "rain"]) == "> /exit\n"
-
-
-def test_ctrl_c_at_the_prompt_ends_the_chat(chat_of: Chats) -> None:
-    def read_line(_prompt: str) -> str:
-        raise KeyboardInterrupt
-
-    converse(chat_of("apple"), Console(file=io.StringIO()), read_line)
+    assert talk(chat, "/exit", "rain") == "> /exit\n"
 
 
 @pytest.fixture
@@ -248,13 +222,13 @@ def run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, scripted: Models) ->
     return folder
 
 
-def change_config(run: Path, edit: Callable[[RunConfig], None]) -> None:
+def change_run(run: Path, edit: Callable[[RunConfig], None], **manifest: Any) -> None:
+    """Change the configuration and the manifest of a run."""
     config = load_config(run / "run.yaml")
     edit(config)
     (run / "run.yaml").write_text(config_to_yaml(config))
-    manifest = json.loads((run / "manifest.json").read_text())
     manifest["system_prompt_sha256"] = system_prompt_hash(config.dataset.system_prompt)
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    (run / "manifest.json").write_text(json.dumps(json.loads((run / "manifest.json").read_text()) | manifest))
 
 
 def load(run: Path | None, folder: Path) -> Chat:
@@ -265,7 +239,7 @@ def test_a_run_answers_with_its_own_tokenizer_and_system_prompt(run: Path) -> No
     def edit(config: RunConfig) -> None:
         config.model.path, config.dataset.system_prompt = "/nowhere/model", "Answer with words."
 
-    change_config(run, edit)  # a run can be moved away from where its base model was
+    change_run(run, edit)  # a run can be moved away from where its base model was
     chat, description = load_chat(Target(run=run, folder=run / "model"), SAMPLING)
     assert "template and tokenizer are those of the run" in description
     assert (chat.system_prompt, ask(chat)) == ("Answer with words.", ("apple bird", None))
@@ -280,7 +254,7 @@ def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path:
         config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
         config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
 
-    change_config(run, edit)
+    change_run(run, edit)
     settings = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
     adapted: Any = get_peft_model(scripted("apple bird"), settings)
     with torch.no_grad():
@@ -294,8 +268,7 @@ def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path:
     expected = weights[name] + parts["lora_B"] @ parts["lora_A"]
     assert expected.abs().max() > 0
     torch.testing.assert_close(load(run, run / "model").model.state_dict(), weights | {name: expected})
-    manifest = json.loads((run / "manifest.json").read_text()) | {"model": {"weights_fingerprint": "1" * 64}}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    change_run(run, edit, model={"weights_fingerprint": "1" * 64})
     with pytest.raises(DataError) as raised:
         load(run, run / "model")
     assert raised.value.problem_id == "base-changed"
@@ -317,11 +290,6 @@ def test_wrong_requests_are_refused(run: Path, prompt: str, target: str) -> None
         chat_command(target, run.parents[1], prompt=prompt, system=None, sampling=SAMPLING)
 
 
-def test_requests_are_checked_before_torch_is_imported(run_python: Callable[[str], str]) -> None:
-    loaded = run_python("import sys, tunebook.evaluate.chat; print(sorted({'torch', 'lm_eval'} & set(sys.modules)))")
-    assert loaded == "[]\n"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_on_a_gpu_a_run_is_computed_as_it_was_trained_and_a_folder_in_its_own_format(
@@ -330,7 +298,7 @@ def test_on_a_gpu_a_run_is_computed_as_it_was_trained_and_a_folder_in_its_own_fo
     def edit(config: RunConfig) -> None:
         config.hardware.generation, config.precision.compute = Generation.hopper, Compute.bf16
 
-    change_config(run, edit)
+    change_run(run, edit)
     chat = load(run, run / "model")
     assert (chat.model.device.type, chat.model.dtype, chat.autocast_dtype) == ("cuda", torch.float32, torch.bfloat16)
     assert ask(chat)[0] == "apple bird"

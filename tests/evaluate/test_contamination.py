@@ -56,35 +56,32 @@ def search_in(questions: Sequence[Question], documents: Sequence[Sequence[str]])
     return search({"task": questions}, origins)["task"]
 
 
-def kinds(questions: Sequence[Question], documents: Sequence[Sequence[str]]) -> list[str]:
+def kinds(questions: Sequence[Question], *documents: Sequence[str]) -> list[str]:
     """The kind of each item after a search."""
-    result = search_in(questions, documents)
-    found = {number: kind for kind in KINDS for number in result["items"][kind]}
-    return [found.get(number, "clean") for number in range(len(questions))]
+    items = search_in(questions, documents)["items"]
+    return [next((kind for kind in KINDS if number in items[kind]), "clean") for number in range(len(questions))]
 
 
-def test_a_whole_question_is_found_in_any_template_and_case() -> None:
+def test_a_whole_question_or_a_part_is_found_with_its_document() -> None:
+    question = (words(0, 30),)
     document = [f"Q) {words(0, 30).upper().replace(' ', ', ')}!? Say yes."]
-    assert kinds([(words(0, 30),)], [["nothing of it"], document]) == ["exact"]
-
-
-def test_a_part_is_found_with_its_document() -> None:
-    result = search_in([(words(0, 30),)], [["x"], ["y"], [words(5, 14) + " and other words"]])
+    assert kinds([question], ["nothing of it"], document) == ["exact"]
+    result = search_in([question], [["x"], ["y"], [words(5, 14) + " and other words"]])
     assert result["items"] == {"exact": [], "overlapping": [0], "shared_passage": []}
     assert [example["document"] for example in result["examples"]] == ["train.jsonl:3"]
-    assert kinds([(words(0, 30),)], [[words(5, 12)]]) == ["clean"]
+    assert kinds([question], [words(5, 12)]) == ["clean"]
 
 
 def test_a_shared_passage_is_no_whole_question_but_passage_and_question_are() -> None:
     passage = words(0, 40)
     questions = [(passage, f"is it number {name}") for name in ("one", "two")]
-    assert kinds(questions, [[f"Number one: is it number one?\n\n{passage}", "Yes"]]) == ["exact", "shared_passage"]
-    apart = kinds(questions, [[passage], ["is it number two"]])
+    assert kinds(questions, [f"Number one: is it number one?\n\n{passage}", "Yes"]) == ["exact", "shared_passage"]
+    apart = kinds(questions, [passage], ["is it number two"])
     assert apart == ["shared_passage", "shared_passage"], "both must be in one document"
 
 
 def test_words_are_not_consecutive_over_turns_or_documents() -> None:
-    assert kinds([(words(0, 20),)], [[words(0, 10), words(10, 10)], [words(0, 12)], [words(12, 8)]]) == ["clean"]
+    assert kinds([(words(0, 20),)], [words(0, 10), words(10, 10)], [words(0, 12)], [words(12, 8)]) == ["clean"]
 
 
 @pytest.mark.parametrize(
@@ -96,41 +93,41 @@ def test_words_are_not_consecutive_over_turns_or_documents() -> None:
     ],
 )
 def test_a_short_question_needs_a_turn_of_its_own(document: list[str], kind: str) -> None:
-    assert kinds([("What is the capital of France?",)], [document]) == [kind]
+    assert kinds([("What is the capital of France?",)], document) == [kind]
     longer = "Do Iran and Afghanistan speak the same language?"
-    assert kinds([(longer,)], [["x"], [f"Question: {longer.lower()}\nAnswer: no"]]) == ["exact"]
+    assert kinds([(longer,)], ["x"], [f"Question: {longer.lower()}\nAnswer: no"]) == ["exact"]
 
 
 def test_text_of_many_items_is_ignored_and_the_items_are_still_found() -> None:
     """An instruction of 20 words before every question, as a prompt template."""
     questions = [(f"{words(0, 20)} {words(100 * n + 100, 20)}",) for n in range(30)]
-    documents = [[words(0, 20)], [f"{words(0, 20)} {words(300, 20)}"]]
-    assert kinds(questions, documents) == ["clean"] * 2 + ["exact"] + ["clean"] * 27
-    assert kinds(questions[:3], [[words(0, 20)]]) == ["clean"] * 3, "in a small task half of the items is many"
+    documents = [words(0, 20)], [f"{words(0, 20)} {words(300, 20)}"]
+    assert kinds(questions, *documents) == ["clean"] * 2 + ["exact"] + ["clean"] * 27
+    assert kinds(questions[:3], [words(0, 20)]) == ["clean"] * 3, "in a small task half of the items is many"
 
 
 def test_nothing_to_look_for_and_nothing_to_look_in() -> None:
     assert search({}, [("train.jsonl:1", ["a text"])]) == {}
-    assert kinds([("",), ()], [["", "a text"], []]) == ["clean", "clean"]
-    assert kinds([(words(0, 20),)], []) == ["clean"]
+    assert kinds([("",), ()], ["", "a text"], []) == ["clean", "clean"]
+    assert kinds([(words(0, 20),)]) == ["clean"]
 
 
 class HarnessTask:
-    """A task as far as its items are read; `text` is a template with {field}, or a function."""
+    """A task as far as its items are read; `text` is a template with {field}."""
 
-    def __init__(self, docs: list[dict[str, Any]], text: Any) -> None:
+    def __init__(self, docs: list[dict[str, Any]], text: str) -> None:
         self.docs, self.text = docs, text
 
     def doc_iterator(self, *, rank: int, limit: int | None, world_size: int) -> Any:
         return enumerate(self.docs[:limit])
 
-    def doc_to_text(self, doc: dict[str, Any]) -> Any:
-        return self.text.format(**doc) if isinstance(self.text, str) else self.text(doc)
+    def doc_to_text(self, doc: dict[str, Any]) -> str:
+        return self.text.format(**doc)
 
 
-def questions_of(task: Any, limit: int | None = None) -> list[Question]:
+def questions_of(task: Any) -> list[Question]:
     loaded = LoadedTask(source=Task(name="task"), content={"tasks": {"task": task}})
-    return loaded_questions([loaded], limit)["task"]
+    return loaded_questions([loaded], None)["task"]
 
 
 def test_the_fields_of_the_prompt_are_the_question() -> None:
@@ -138,7 +135,6 @@ def test_the_fields_of_the_prompt_are_the_question() -> None:
     docs = [{"passage": passage, "question": text, "idx": 3} for text in ("was the king old", "is it a king")]
     task = HarnessTask(docs, "{passage}\nQuestion: {question}?\nAnswer:")
     assert questions_of(task) == [(passage, "was the king old"), (passage, "is it a king")]
-    assert len(questions_of(task, 1)) == 1
     # Neither the choices nor a short subject belong to it.
     docs = [{"question": "Which planet is the largest of all?", "subject": "space", "choices": ["Mars", "Jupiter"]}]
     task = HarnessTask(docs, "About {subject}: {question}\nA. {choices[0]}\nB. {choices[1]}")
@@ -146,12 +142,10 @@ def test_the_fields_of_the_prompt_are_the_question() -> None:
 
 
 def test_a_prompt_without_a_field_is_the_question_and_without_a_prompt_all_fields_are() -> None:
-    def fail(doc: dict[str, Any]) -> str:
-        raise KeyError("no such field")
-
-    numbers = HarnessTask([{"numbers": [3, 4]}], lambda doc: "what is {} and {}".format(*doc["numbers"]))
+    numbers = HarnessTask([{"numbers": [3, 4]}], "what is {numbers[0]} and {numbers[1]}")
     assert questions_of(numbers) == [("what is 3 and 4",)]
-    assert questions_of(HarnessTask([{"page": "some text to be read", "id": "7"}], fail)) == [("some text to be read",)]
+    unreadable = HarnessTask([{"page": "some text to be read", "id": "7"}], "{missing}")
+    assert questions_of(unreadable) == [("some text to be read",)]
 
 
 def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
@@ -163,24 +157,21 @@ def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
     assert conversation_questions(file, 1) == [("One?", "Two?")]
 
 
-def answer(number: int, value: float | None) -> Answer:
-    return Answer(task="t", group=None, prompt="", answer="", expected="", value=value, correct=None, item=number)
-
-
-ANSWERS = [answer(number, value) for number, value in enumerate([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])]
-ITEMS: dict[str, list[int]] = {"exact": [2, 3], "overlapping": [], "shared_passage": [5]}
-
-
 def test_each_kind_of_item_has_its_mean_and_error() -> None:
+    answers = [
+        Answer(task="t", group=None, prompt="", answer="", expected="", value=value, correct=None, item=number)
+        for number, value in enumerate([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    ]
     third = {"value": pytest.approx(1 / 3), "stderr": pytest.approx(math.sqrt(1 / 3) / math.sqrt(3)), "num_items": 3}
     scores = {
         "clean": third,
         "exact": {"value": 1.0, "stderr": 0.0, "num_items": 2},
         "shared_passage": {"value": 0.0, "stderr": None, "num_items": 1},
     }
-    result = {"not_checked": None, "groups": {"t": {"items": ITEMS, "num_items": 6}}}
-    found = with_scores(result, {"t": ANSWERS}, {"t": {"value": 0.5}})
-    assert found == {"not_checked": None, "tasks": {"t": {"num_items": 6, "scores": scores}}}
+    items: dict[str, list[int]] = {"exact": [2, 3], "overlapping": [], "shared_passage": [5]}
+    result = {"not_checked": None, "groups": {"t": {"items": items, "num_items": 6}}}
+    scored = with_scores(result, {"t": answers}, {"t": {"value": 0.5}})
+    assert scored == {"not_checked": None, "tasks": {"t": {"num_items": 6, "scores": scores}}}
 
 
 TASK = """\
@@ -207,17 +198,8 @@ TRAIN = [question(number, number) for number in range(50)]
 DEV = [question(number if number < 4 else 100 + number, 1000 + number) for number in range(20)]  # 4 passages of TRAIN
 
 
-def write_conversations(file: Path, questions: Iterable[dict[str, Any]]) -> Path:
-    """Write questions in another order and with other words around them than the task's."""
-    texts = [f"{row['question']}?\n\nRead this first: {row['passage'].upper()}" for row in questions]
-    turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in texts]
-    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
-    return file
-
-
 @pytest.fixture
 def task(tmp_path: Path, quiet_harness: None) -> Path:
-    """A task of the questions in DEV."""
     (tmp_path / "dev.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DEV))
     (tmp_path / "passages.yaml").write_text(TASK.format(folder=tmp_path))
     return tmp_path / "passages.yaml"
@@ -231,7 +213,11 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     def make(
         questions: Iterable[dict[str, Any]], tasks: Iterable[Path] = (), share: float = 0.0, **settings: Any
     ) -> tuple[Path, RunConfig]:
-        file = write_conversations(tmp_path / "train.jsonl", questions)
+        # In another order and with other words around them than the task's.
+        texts = [f"{row['question']}?\n\nRead this first: {row['passage'].upper()}" for row in questions]
+        file = tmp_path / "train.jsonl"
+        turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in texts]
+        file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
         evaluation = EvaluationConfig(tasks=[str(task) for task in tasks], **settings)
         config = cpu_run(dataset=DatasetConfig(path=str(file), validation_share=share), evaluation=evaluation)
         (tmp_path / "run").mkdir()
@@ -259,7 +245,7 @@ def test_documents_that_hold_the_questions(task: Path, make_run: MakeRun, capsys
     first = group["examples"][0]
     assert (first["item"], first["document"], first["kind"]) == (0, "train.jsonl:51", "exact")
     assert first["text"].startswith(DEV[0]["question"])
-    assert "warning: contamination: passages: of 20 items, 20 whole question found" in capsys.readouterr().err
+    assert "warning: contamination: passages: " in capsys.readouterr().err
     assert is_checked(run, config)
     assert not is_checked(run, replace(config, evaluation=replace(config.evaluation, limit=20)))
     assert list((run.parent / "cache").glob("contamination*")) == [], "temporary files are removed"
@@ -281,9 +267,7 @@ def test_a_validation_part_by_share_is_compared_with_the_training_part(make_run:
     assert group["num_exact"] + group["num_clean"] == group["num_items"]
 
 
-def test_missing_or_changed_documents_are_reported(
-    task: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_or_changed_documents_are_reported(task: Path, make_run: MakeRun) -> None:
     run, config = make_run(TRAIN, [task], contamination=Contamination.refuse)
     file = Path(str(config.dataset.path))
     records = [{"location": str(file), "sha256": "0" * 64, "revision": None}]
@@ -295,7 +279,6 @@ def test_missing_or_changed_documents_are_reported(
     content = check(run)
     assert "train.jsonl" in content["not_checked"]
     assert content["groups"] == {}
-    assert "warning: contamination: not checked: " in capsys.readouterr().err
     assert not is_checked(run, config)
     with pytest.raises(DataError) as error:
         refuse_contaminated(run, config)
@@ -318,7 +301,3 @@ def test_an_evaluation_searches_only_for_items_that_no_check_searched_for(task: 
     assert fewer is not None and "train.jsonl" in fewer["not_checked"]
     config.evaluation.contamination = Contamination.disabled
     assert check_evaluated(run, config, loaded) is None
-
-
-def test_a_model_without_a_run_has_no_documents(cpu_config: RunConfig, tmp_path: Path) -> None:
-    assert check_evaluated(tmp_path, cpu_config, []) is None

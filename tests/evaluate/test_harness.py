@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from tunebook.evaluate.harness import (
     HarnessSettings,
     LoadedTask,
     load_tasks,
+    render_conversations,
     run_task,
 )
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import Task, read_task_file
+from tunebook.model.tokenizer_files import read_chat_template
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -35,17 +38,6 @@ target_delimiter: ""
 generation_kwargs: {until: ["<|im_end|>"], do_sample: false, max_gen_toks: 8}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 metadata: {version: 2.0, conversations: held.jsonl}
-"""
-CHOICES = """
-task: choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}, cache_dir: CACHE}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: ["cat", "dog", "fish"]
-doc_to_target: "{{right}}"
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 BOTH = """
 group: both
@@ -90,12 +82,20 @@ def settings(model: RequestModel, limit: int | None = None) -> HarnessSettings:
     )
 
 
+def write_conversations(folder: Path, *records: object) -> Path:
+    file = folder / "held.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def sharegpt(*turns: tuple[str, str], **more: str) -> dict[str, object]:
+    return {"conversations": [{"from": who, "value": text} for who, text in turns], **more}
+
+
 def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) -> Path:
-    lines = [
-        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": right}], "task": group}
-        for asked, right, _, group in held_out
-    ]
-    (folder / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_conversations(
+        folder, *(sharegpt(("human", prompt), ("gpt", right), task=group) for prompt, right, _, group in held_out)
+    )
     file = folder / "words.yaml"
     file.write_text(EXACT_MATCH)
     return file
@@ -107,19 +107,15 @@ def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_pa
 
 
 def run_harness(model: RequestModel, file: Path, limit: int | None = None) -> dict[str, Any]:
-    (task,) = load_tasks([read_task_file(file)], cache_of(file), settings(model, limit))
+    cache = Path(tempfile.mkdtemp(dir=file.parent))  # of its own for each evaluation, as in a worker
+    (task,) = load_tasks([read_task_file(file)], cache, settings(model, limit))
     return run_task(model, task, settings(model, limit))
-
-
-def cache_of(file: Path) -> Path:
-    """A folder of its own for each evaluation, as in a worker."""
-    return Path(tempfile.mkdtemp(dir=file.parent))
 
 
 def test_exact_match_by_hand(
     tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_heart = AnswersByHeart(tokenizer, {chat(asked): said for asked, _, said, _ in HELD_OUT})
+    by_heart = AnswersByHeart(tokenizer, {chat(prompt): answer for prompt, _, answer, _ in HELD_OUT})
     monkeypatch.setattr(run_model.model, "generate", by_heart)
     file = exact_match_task(tmp_path, HELD_OUT)
     results = run_harness(run_model, file)
@@ -159,74 +155,69 @@ def test_a_group_has_the_score_of_all_its_items(
     assert scores["both"]["subtasks"] == ["choice", "second"]
 
 
-def test_multiple_choice_takes_the_likeliest_continuation_of_the_chat_prompt(
-    tmp_path: Path, run_model: RequestModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    questions = ["it barks", "it swims", "it purrs"]
-    choices = ["cat", "dog", "fish"]
-    likeliest = [best_choice(run_model.model, tokenizer, chat(question), choices) for question in questions]
-    rights = [likeliest[0], (likeliest[1] + 1) % 3, likeliest[2]]  # so the second one is answered wrongly
-    data = tmp_path / "questions.jsonl"
-    rows = [{"question": question, "right": right} for question, right in zip(questions, rights, strict=True)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file = tmp_path / "choices.yaml"
-    file.write_text(CHOICES.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    results = run_harness(run_model, file)
-    assert task_scores(results)["choices"]["value"] == pytest.approx(2 / 3)
-    answers = task_answers("choices", results)
-    assert [answer.answer for answer in answers] == [choices[index] for index in likeliest]
-    assert [answer.correct for answer in answers] == [True, False, True]
-
-
-def best_choice(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, choices: list[str]) -> int:
-    """Worked out without the harness: the choice with the largest sum of log-probabilities.
-
-    It follows the generation prompt at once: under a chat template the harness puts no blank before it.
-    """
-    start = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    scores = []
-    for choice in choices:
-        tokens = tokenizer(prompt + choice, add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            log_probabilities = model(torch.tensor([tokens])).logits[0].log_softmax(dim=-1)
-        positions = range(len(start), len(tokens))
-        scores.append(sum(log_probabilities[position - 1, tokens[position]].item() for position in positions))
-    return scores.index(max(scores))
-
-
 def test_a_prompt_that_would_be_truncated_is_refused(tmp_path: Path, run_model: RequestModel) -> None:
     file = exact_match_task(tmp_path, [("word " * 200, "x", "x", "a")])
     with pytest.raises(DataError) as raised:
         run_harness(run_model, file)
     assert raised.value.problem_id == "heldout-too-long"
-    assert "leaves 120 for prompts" in raised.value.message  # 128 of context - 8 of answer
 
 
-def test_tasks_that_cannot_be_loaded_are_refused_together(tmp_path: Path, run_model: RequestModel) -> None:
-    missing = tmp_path / "choices.yaml"
-    missing.write_text(CHOICES.replace("DATA", str(tmp_path / "gone.jsonl")).replace("CACHE", str(tmp_path / "cache")))
-    wrong = exact_match_task(tmp_path, HELD_OUT)
-    wrong.write_text(wrong.read_text().replace("generate_until", "generate_unti"))
+def test_a_task_that_the_harness_refuses(tmp_path: Path, run_model: RequestModel) -> None:
+    file = exact_match_task(tmp_path, HELD_OUT)
+    file.write_text(file.read_text().replace("generate_until", "generate_unti"))
     with pytest.raises(RequestError) as raised:
-        load_tasks([read_task_file(file) for file in (missing, wrong)], tmp_path, settings(run_model))
-    assert raised.value.problem_id == "task-data-missing"
-    first, second = raised.value.message.splitlines()
-    assert str(missing) in first
-    assert str(wrong) in second and "Got invalid output_type 'generate_unti'" in second
-    with pytest.raises(RequestError) as raised:
-        load_tasks([read_task_file(wrong)], tmp_path, settings(run_model))
+        load_tasks([read_task_file(file)], tmp_path, settings(run_model))
     assert raised.value.problem_id == "task-file"
 
 
+def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = ("human", "Reverse: a b"), ("gpt", "b a"), ("human", "And: c d"), ("gpt", "d c")
+    items = render_conversations(write_conversations(tmp_path, sharegpt(*turns, task="again")), None, tokenizer)
+    prompt = (
+        "<|im_start|>user\nReverse: a b<|im_end|>\n<|im_start|>assistant\nb a<|im_end|>\n"
+        "<|im_start|>user\nAnd: c d<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert items == [{"prompt": prompt, "answer": "d c", "task": "again"}]
+
+
+def test_the_runs_system_prompt_goes_before_conversations_without_one(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own = sharegpt(("system", "Shout."), ("human", "hi"), ("gpt", "HI"))
+    none = sharegpt(("human", "hi"), ("gpt", "hi"))
+    first, second = render_conversations(write_conversations(tmp_path, own, none), "Be brief.", tokenizer)
+    assert first["prompt"].startswith("<|im_start|>system\nShout.<|im_end|>\n<|im_start|>user\nhi")
+    assert second["prompt"].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
+    assert (first["task"], second["answer"]) == ("all", "hi")
+
+
+def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    good = sharegpt(("human", "hi"), ("gpt", "hello"))
+    unanswered = sharegpt(("human", "hi"), ("gpt", "hello"), ("human", "and?"))
+    with pytest.raises(DataError) as raised:
+        render_conversations(
+            write_conversations(tmp_path, good, unanswered, {"text": "no conversation"}), None, tokenizer
+        )
+    assert "line 2: " in raised.value.message and "line 3: " in raised.value.message
+
+
+def test_a_call_of_a_tool_is_expected_as_json(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = read_chat_template("trl:qwen2_5_training")
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    tools = '[{"name": "weather", "description": "of a city", "parameters": {}}]'
+    record = sharegpt(("human", "Rain in Rome?"), ("function_call", call), tools=tools)
+    (item,) = render_conversations(write_conversations(tmp_path, record), None, tokenizer)
+    assert json.loads(item["answer"]) == [json.loads(call)]
+    assert item["prompt"].endswith("Rain in Rome?<|im_end|>\n<|im_start|>assistant\n")
+    assert "of a city" in item["prompt"]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "problem_id"),
-    [("helaswag", "unknown-task"), ("humaneval_plus", "task-runs-code"), ("mbpp_plus", "task-runs-code")],
-)
+@pytest.mark.parametrize(("name", "problem_id"), [("helaswag", "unknown-task"), ("mbpp_plus", "task-runs-code")])
 def test_names_are_checked_and_tasks_that_execute_programs_are_refused(
     name: str, problem_id: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError) as raised:
         load_tasks([Task(name=name)], tmp_path)
     assert raised.value.problem_id == problem_id
-    assert ("Did you mean 'hellaswag'?" in raised.value.message) is (name == "helaswag")

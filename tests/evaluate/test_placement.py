@@ -14,29 +14,31 @@ from tunebook.hardware.detect import Gpu
 
 
 def gpus(*memory_gib: float) -> list[Gpu]:
-    return [
-        Gpu(name="card", memory_gib=size, compute_capability=(9, 0), generation=Generation.hopper, uuid=f"GPU-{number}")
-        for number, size in enumerate(memory_gib)
-    ]
+    hopper = Gpu(name="card", memory_gib=0, compute_capability=(9, 0), generation=Generation.hopper)
+    return [replace(hopper, memory_gib=size, uuid=f"GPU-{number}") for number, size in enumerate(memory_gib)]
 
 
-def test_a_model_that_fits_one_gpu_has_a_copy_on_each() -> None:
-    placement = choose_placement(60, gpus(80, 80, 80))  # 60 x 1.15 + 1 = 70
-    assert (placement.num_processes, placement.is_sharded) == (3, False)
-    assert choose_placement(1, gpus(80, 80, 80), requested=2).num_processes == 2
+@pytest.mark.parametrize(
+    ("gib", "memory_gib", "requested", "num_processes", "is_sharded"),
+    [
+        (60, (80, 80, 80), None, 3, False),  # 60 x 1.15 + 1 = 70: a copy on each
+        (1, (80, 80, 80), 2, 2, False),
+        (60, (80, 48), None, 1, True),  # too large for the smallest: spread over all
+        (0.0, (), None, 1, False),
+        (0.0, (), 2, 2, False),
+    ],
+)
+def test_a_copy_on_each_gpu_or_one_over_all(
+    gib: float, memory_gib: tuple[float, ...], requested: int | None, num_processes: int, is_sharded: bool
+) -> None:
+    placement = choose_placement(gib, gpus(*memory_gib), requested=requested)
+    assert (placement.num_processes, placement.is_sharded) == (num_processes, is_sharded)
+
+
+def test_no_more_processes_than_gpus() -> None:
     with pytest.raises(RequestError) as raised:
         choose_placement(1, gpus(80, 80, 80), requested=4)
     assert raised.value.problem_id == "more-processes-than-gpus"
-
-
-def test_a_model_that_is_too_large_for_the_smallest_gpu_is_spread_over_all() -> None:
-    placement = choose_placement(60, gpus(80, 48))
-    assert (placement.num_processes, placement.is_sharded) == (1, True)
-
-
-def test_a_cpu_has_one_process_unless_more_are_requested() -> None:
-    assert choose_placement(0.0, []).num_processes == 1
-    assert choose_placement(0.0, [], requested=2).num_processes == 2
 
 
 def test_the_size_of_the_weights_is_read_from_their_files(

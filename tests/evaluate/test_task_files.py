@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluate.conftest import QUICKSTART
 from tunebook.config.book import resolve_path
 from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.task_files import read_task_file, resolve_task, suite_settings
-
-QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
 
 
 def write(folder: Path, text: str, name: str = "task.yaml") -> Path:
@@ -22,23 +21,16 @@ def write(folder: Path, text: str, name: str = "task.yaml") -> Path:
 
 def test_the_quickstarts_task_names_its_conversations_and_baseline() -> None:
     task = resolve_task(QUICKSTART)
-    assert task.file is not None
     assert task.name == "quickstart"
     assert task.conversations == resolve_path("book:recipes/quickstart/data/heldout.jsonl")
     assert task.baseline == resolve_path("book:recipes/quickstart/baseline.py")
 
 
-def test_functions_are_not_imported(tmp_path: Path) -> None:
-    write(tmp_path, "raise SystemExit('imported')", "helper.py")
-    task = read_task_file(write(tmp_path, "task: mine\ndoc_to_text: !function helper.text\n"))
-    assert task.name == "mine"
-    assert task.conversations is None
-
-
-def test_included_keys_are_under_the_files_own(tmp_path: Path) -> None:
+def test_functions_are_not_imported_and_included_keys_are_under_the_files_own(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("raise SystemExit('imported')")
     (tmp_path / "held.jsonl").write_text("{}")
     write(tmp_path, "task: base\nmetadata:\n  conversations: held.jsonl\n", "base.yaml")
-    task = read_task_file(write(tmp_path, "include: base.yaml\ntask: mine\n"))
+    task = read_task_file(write(tmp_path, "include: base.yaml\ntask: mine\ndoc_to_text: !function helper.text\n"))
     assert (task.name, task.conversations) == ("mine", tmp_path / "held.jsonl")
 
 
@@ -69,8 +61,7 @@ def test_a_suite_is_a_group_as_a_whole() -> None:
     assert all(resolve_task(task).code is not None for task in code)
 
 
-@pytest.mark.parametrize("name", ["leaderbord", "none"])
-def test_an_unknown_suite_is_refused(name: str) -> None:
+def test_an_unknown_suite_is_refused() -> None:
     with pytest.raises(RequestError) as raised:
-        suite_settings(name)
+        suite_settings("leaderbord")
     assert raised.value.problem_id == "unknown-suite"

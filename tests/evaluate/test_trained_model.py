@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tests.evaluate.conftest import cpu_run
 from tunebook.config.choices import Attention, Compute, Generation, Weights
@@ -20,7 +19,6 @@ from tunebook.config.schema import AttentionConfig, HardwareConfig, ModelConfig,
 from tunebook.errors import DoesNotFitError
 from tunebook.evaluate import trained_model
 from tunebook.evaluate.trained_model import (
-    keep_converted,
     load_to_answer,
     load_trained,
     model_identity,
@@ -65,24 +63,6 @@ def test_a_part_that_stays_on_the_host_is_refused(cpu_config: RunConfig, monkeyp
     monkeypatch.setattr(trained_model, "uses_gpu", lambda _: True)
     with pytest.raises(DoesNotFitError):
         load_to_answer(cpu_config, None, is_sharded=True)
-
-
-def test_converted_weights_are_kept_if_they_take_less_than_half_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-    small_qwen2: Callable[..., PreTrainedModel],
-    relative_difference: Callable[[torch.Tensor, torch.Tensor], float],
-) -> None:
-    model = small_qwen2(vocab_size=64, num_key_value_heads=2).requires_grad_(False)
-    num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
-    logits = []
-    for free_bytes in (2 * num_bytes, 2 * num_bytes - 1):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free_bytes: (free, free))
-        keep_converted(model, torch.bfloat16)
-        assert {parameter.requires_grad for parameter in model.parameters()} == {free_bytes == 2 * num_bytes}
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            logits.append(model(torch.arange(12)[None]).logits)
-    assert logits[0].dtype is torch.bfloat16
-    assert relative_difference(*logits) < torch.finfo(torch.bfloat16).eps / 2  # of one number; two passes differ less
 
 
 def test_a_copy_has_the_same_identity_and_other_content_has_not(tmp_path: Path, cpu_config: RunConfig) -> None:

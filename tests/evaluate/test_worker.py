@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,6 @@ from tunebook.model.load import load_model
 from tunebook.record.manifest import system_prompt_hash
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
-
-
-@pytest.fixture(autouse=True)
-def sigterm_as_before() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -92,26 +85,20 @@ def test_a_baseline_is_scored_on_all_items_and_without_a_limit(tmp_path: Path, c
         assert score_baseline(replace(whole, config=replace(cpu_config, **change))) is None
 
 
-def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_trained_model_or_with_a_changed_template_is_refused(run: Path) -> None:
     assert worker.main(["--run", str(run), "--when", "after"]) == 2
-    assert f"there is no model in {run / 'model'}" in capsys.readouterr().err
-
-
-def test_a_changed_template_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_manifest(run, chat_template_sha256="0" * 64)
     assert worker.main(["--run", str(run), "--when", "before"]) == 4
-    assert "the chat template is not the one that" in capsys.readouterr().err
 
 
 def test_other_base_weights_are_refused_unless_they_are_allowed(
-    run: Path, known_folder: Path, task_file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    run: Path, known_folder: Path, task_file: Callable[[str], Path]
 ) -> None:
     evaluation = EvaluationConfig(tasks=[str(task_file("choice"))], contamination=Contamination.disabled)
     model = ModelConfig(path=str(known_folder), weights=Weights.pretrained)
     (run / "run.yaml").write_text(config_to_yaml(cpu_run(model=model, evaluation=evaluation)))
     write_manifest(run, model={"weights_fingerprint": "1" * 64})
     assert worker.main(["--run", str(run), "--when", "before"]) == 4
-    assert "the run started from 111111111111" in capsys.readouterr().err
     assert worker.main(["--run", str(run), "--when", "before", "--allow-mismatch", "base"]) == 0
     assert record(run, "before")["bound"]["mismatches"] == ["base"]
     shutil.copytree(known_folder, run / "model")  # trained whole: nothing of the base is left in it
@@ -122,4 +109,8 @@ def test_other_base_weights_are_refused_unless_they_are_allowed(
 def test_a_stop_request_ends_it_with_the_code_of_a_stopped_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", "before"])
-    assert program.main() == 6
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert program.main() == 6
+    finally:
+        signal.signal(signal.SIGTERM, handler)

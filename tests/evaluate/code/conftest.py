@@ -1,4 +1,4 @@
-"""Local problems in the formats of HumanEval and MBPP, and a stand-in for a model that gives the answers it is told."""
+"""Local problems in the formats of HumanEval and MBPP, and a stand-in for a model, which gives known answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.evaluate.code.code_task import FOLDER
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks, run_task
 from tunebook.evaluate.task_files import Task
 
@@ -29,18 +28,14 @@ MBPP = [
         "text": "Write a function to double a number.",
         "code": "def double(n):\r\n  return 2 * n",
         "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(-1) == -2"],
-        "test_setup_code": "",
-        "challenge_test_list": [],
     },
     {
         "task_id": 12,
         "text": "Write a function to join words by a sign.",
         "code": "def join(words, sign):\r\n  return sign.join(words)",
         "test_list": ["assert join('ab', '-') == 'a-b'", "assert join([], '-') == ''", "assert join('a', '') == 'a'"],
-        "test_setup_code": "",
-        "challenge_test_list": [],
     },
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="session")
@@ -59,42 +54,25 @@ def harness_function() -> Callable[[str, str], Callable[..., Any]]:
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No `sandbox` service, whatever runs on this machine."""
+def bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `sandbox` service, whatever runs here; skips a test on a machine without bubblewrap; CI has it."""
     monkeypatch.setenv("TUNEBOOK_HANDOVER", "/nonexistent/handover")
-
-
-@pytest.fixture
-def bubblewrap(nowhere: None) -> None:
-    """Skips a test on a machine without bubblewrap; CI has it."""
     if shutil.which("bwrap") is None and not os.environ.get("CI"):
         pytest.skip("no bubblewrap on this machine: apt install bubblewrap")
 
 
 @pytest.fixture
-def no_sandbox(nowhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the service nor bubblewrap."""
-    monkeypatch.setenv("PATH", "/nonexistent")
-
-
-@pytest.fixture
 def mbpp(tmp_path: Path) -> Path:
     file = tmp_path / "mbpp.jsonl"
-    file.write_text("".join(json.dumps(problem) + "\n" for problem in MBPP))
+    unused = {"test_setup_code": "", "challenge_test_list": []}
+    file.write_text("".join(json.dumps(problem | unused) + "\n" for problem in MBPP))
     return file
-
-
-@pytest.fixture(scope="session")
-def small_problems() -> dict[str, dict[str, Any]]:
-    """The problems that are shipped, by their function's name."""
-    lines = (FOLDER / "small_python.jsonl").read_text().splitlines()
-    return {problem["entry_point"]: problem for problem in map(json.loads, lines)}
 
 
 HARNESS_TASKS = Path(str(lm_eval.__file__)).parent / "tasks"
 
 
-class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
+class KnownAnswers(LM):  # type: ignore[misc]  # the harness has no type marker
     """Gives the answers that a function says, as often as it is asked for each problem."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: Answer) -> None:
@@ -104,7 +82,7 @@ class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
 
     @property
     def tokenizer_name(self) -> str:
-        return "told"
+        return "known answers"
 
     def apply_chat_template(self, history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -131,9 +109,10 @@ class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
 
 def requests_of(task: LoadedTask, settings: HarnessSettings) -> list[list[Any]]:
     """What a model is asked: the number of each problem, the prompt, and how to generate."""
-    model = ToldModel(settings.tokenizer, lambda problem, number: "")
+    model = KnownAnswers(settings.tokenizer, lambda problem, number: "")
     run_task(model, task, settings)
-    return [json.loads(text) for text in dict.fromkeys(json.dumps([one.doc_id, *one.args]) for one in model.requests)]
+    texts = [json.dumps([request.doc_id, *request.args]) for request in model.requests]
+    return [json.loads(text) for text in dict.fromkeys(texts)]
 
 
 @pytest.fixture
@@ -148,7 +127,7 @@ def generate(
         )
         results: dict[str, Any] = {}
         for task in load_tasks(tasks, tmp_path, settings):
-            for key, value in run_task(ToldModel(tokenizer, answer), task, settings).items():
+            for key, value in run_task(KnownAnswers(tokenizer, answer), task, settings).items():
                 if isinstance(value, dict):
                     results.setdefault(key, {}).update(value)
         return results

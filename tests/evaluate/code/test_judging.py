@@ -25,10 +25,10 @@ RIGHT, WRONG, ENDLESS = object(), "    return 'wrong'\n", "    while True:\n    
 
 def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> Task:
     [task] = resolve_tasks(EvaluationConfig(tasks=[name], code=CodeConfig(**choice)))
-    return patient(task, time_limit_s)
+    return with_limit(task, time_limit_s)
 
 
-def patient(task: Task, time_limit_s: float = PATIENT_S) -> Task:
+def with_limit(task: Task, time_limit_s: float = PATIENT_S) -> Task:
     assert task.code is not None
     return replace(task, code=task.code.model_copy(update={"time_limit_s": time_limit_s}))
 
@@ -39,16 +39,14 @@ def judge(results: dict[str, Any], tasks: list[Task], file: Path) -> dict[str, A
     return record
 
 
-def told(table: dict[str, list[Any]]) -> Callable[[dict[str, Any], int], Any]:
+def answers_of(table: dict[str, list[Any]]) -> Callable[[dict[str, Any], int], Any]:
+    """The answer to each problem's sample, by the name of its function."""
+
     def answer(problem: dict[str, Any], number: int) -> Any:
-        said = table[problem["entry_point"]][number]
-        return problem["canonical_solution"] if said is RIGHT else said
+        sample = table[problem["entry_point"]][number]
+        return problem["canonical_solution"] if sample is RIGHT else sample
 
     return answer
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> None:
@@ -60,7 +58,7 @@ def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> Non
         "chunks": [WRONG, RIGHT],
     }
     task = task_named("small_python", num_samples=2, temperature=0.8, pass_at_k=[1, 2])
-    results = generate([task], told(table), limit=5)
+    results = generate([task], answers_of(table), limit=5)
     record = judge(results, [task], tmp_path / "programs.jsonl")
 
     # Right of two samples: 2, 1, 0, 0, 1. pass@1 is 1, .5, 0, 0, .5: the mean is .4, and the sum of squared deviations
@@ -81,13 +79,20 @@ def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> Non
     assert answers[0].answer.startswith("def count_vowels(") and "# " not in answers[0].answer
 
 
-def test_the_samples_say_what_became_of_each(tmp_path: Path, generate: Generate) -> None:
+def test_the_samples_are_written_and_an_endless_program_is_ended(tmp_path: Path, generate: Generate) -> None:
     loud = "    print('one')\n    print('two')\n    raise OSError('three')\n"
+    endless, patient = task_named("small_python", time_limit_s=0.5), task_named("small_python_instruct")
+    results = generate([endless], lambda problem, number: ENDLESS, limit=1)
     table = {"count_vowels": [RIGHT], "running_total": [loud]}
-    task = task_named("small_python")
+    for key, value in generate([patient], answers_of(table), limit=2).items():
+        results[key] |= value
     file = tmp_path / "programs.jsonl"
-    record = judge(generate([task], told(table), limit=2), [task], file)
-    right, wrong = read_lines(file)
+    record = judge(results, [endless, patient], file)
+    assert record["tasks"]["small_python"]["statuses"] == {"timed_out": 1}
+    assert record["tasks"]["small_python"]["pass_at_k"] == {"pass@1": {"value": 0.0, "stderr": None}}
+    assert task_scores(results)["small_python"]["stderr"] is None  # of one problem there is none
+
+    _, right, wrong = map(json.loads, file.read_text().splitlines())
     assert (right["status"], right["message"], right["number"]) == ("passed", "", 0)
     assert right["program"].endswith('return sum(letter in "aeiou" for letter in text.lower())\n')
     assert right["test"].endswith("check(count_vowels)")
@@ -96,23 +101,6 @@ def test_the_samples_say_what_became_of_each(tmp_path: Path, generate: Generate)
     assert [line["problem"] for line in (right, wrong)] == ["small_python/0", "small_python/1"]
     assert record["samples"] == "programs.jsonl"
     assert record["execution"]["limits"]["memory_bytes"] == 512 << 20
-    assert record["execution"]["backend"] == "bubblewrap"
-
-
-def test_an_endless_program_is_ended(tmp_path: Path, generate: Generate) -> None:
-    endless, patient = task_named("small_python", time_limit_s=0.5), task_named("small_python_instruct")
-
-    def answer(problem: dict[str, Any], number: int) -> str:
-        return ENDLESS
-
-    results = generate([endless], answer, limit=1)
-    for key, value in generate([patient], told({"count_vowels": [RIGHT]}), limit=1).items():
-        results[key] |= value
-    record = judge(results, [endless, patient], tmp_path / "programs.jsonl")
-    assert record["tasks"]["small_python"]["statuses"] == {"timed_out": 1}
-    assert record["tasks"]["small_python_instruct"]["statuses"] == {"passed": 1}
-    assert record["tasks"]["small_python"]["pass_at_k"] == {"pass@1": {"value": 0.0, "stderr": None}}
-    assert task_scores(results)["small_python"]["stderr"] is None  # of one problem there is none
 
 
 def test_every_shipped_problem_accepts_its_own_solution(tmp_path: Path, generate: Generate) -> None:
@@ -124,7 +112,7 @@ def test_every_shipped_problem_accepts_its_own_solution(tmp_path: Path, generate
 
 
 def test_mbpp_on_local_data(tmp_path: Path, generate: Generate, mbpp: Path) -> None:
-    said = {
+    answers = {
         11: "def double(n):\n  return n + n\n```\nThis doubles.",
         12: "\ndef join(words, sign):\n  return sign.join(words)",  # the block does not end
     }
@@ -134,8 +122,8 @@ def test_mbpp_on_local_data(tmp_path: Path, generate: Generate, mbpp: Path) -> N
         local = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
         local |= {"dataset_kwargs": {"data_files": {"test": str(mbpp)}, "cache_dir": str(tmp_path / "cache")}}
         file.write_text(json.dumps({"include": str(book_task_files()[name]), **local}))
-        task = patient(read_task_file(file))
-        results = generate([task], lambda problem, number: said[problem["task_id"]])
+        task = with_limit(read_task_file(file))
+        results = generate([task], lambda problem, number: answers[problem["task_id"]])
         record = judge(results, [task], tmp_path / "programs.jsonl")
         assert record["tasks"][name]["statuses"] == expected
         assert task_scores(results)[name]["value"] == expected.get("passed", 0) / 2

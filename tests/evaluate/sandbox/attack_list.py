@@ -1,7 +1,8 @@
 """The programs that attack the sandbox: every function in attacks/*.py is one, and is sent as text.
 
 `answer()` is called by the test, and returns 42 if the attack came through. So a program that passes is a breach, and
-one that is stopped fails. The last line of its docstring says how it may be stopped.
+one that is stopped fails. The end of its docstring says how it may be stopped. The
+file's imports and the functions whose names begin with _ are sent with it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Attack:
     @property
     def time_limit_s(self) -> float:
         """Short for those that end by it, and otherwise long enough for a busy machine."""
-        return 2.0 if "timed_out" in self.stopped_as else 15.0
+        return 1.0 if "timed_out" in self.stopped_as else 15.0
 
 
 def load_attacks() -> list[Attack]:
@@ -43,19 +44,20 @@ def load_attacks() -> list[Attack]:
 
 
 def _attacks_of(text: str) -> list[Attack]:
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    nodes = ast.parse(text).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    helpers = [node for node in functions if node.name.startswith("_")]
+    shared = "\n".join(ast.unparse(node) for node in nodes if isinstance(node, ast.Import) or node in helpers)
     return [
         Attack(
             name=function.name,
-            source=f"{ast.get_source_segment(text, function)}\n\n\n{_start_of(function)}",
+            # `at_once` runs as the program does, before its test; any other attack is the answer itself.
+            source=f"{shared}\n{ast.unparse(function)}\n"
+            f"{f'{function.name}()' if function.args.args else f'answer = {function.name}'}",
             stopped_as=frozenset(
                 (ast.get_docstring(function) or "").rpartition("Stopped as ")[2].rstrip(".").split(", ")
             ),
         )
         for function in functions
+        if function not in helpers
     ]
-
-
-def _start_of(function: ast.FunctionDef) -> str:
-    """An attack without parameters is the answer itself; `at_once()` runs as the program does, before its test."""
-    return f"{function.name}()" if function.args.args else f"answer = {function.name}"

@@ -12,12 +12,15 @@ import pytest
 
 LIST = runpy.run_path(str(Path(__file__).parent / "attack_list.py"))
 ATTACKS = {attack.name: attack for attack in LIST["load_attacks"]()}
+assert len(ATTACKS) > 40
 pytestmark = pytest.mark.slow
 
 
-def verdicts(sandbox, *sources, time_limit_s):
-    """What `run.py` writes about a file of programs."""
-    lines = [json.dumps({"source": source, "test": LIST["TEST"], "time_limit_s": time_limit_s}) for source in sources]
+def verdicts(sandbox, *sources):
+    """What `run.py` writes about programs, each with its time limit."""
+    lines = [
+        json.dumps({"source": source, "test": LIST["TEST"], "time_limit_s": limit_s}) for source, limit_s in sources
+    ]
     answer = sandbox.ask(("\n".join(lines) + "\n").encode(), 200.0)
     return [json.loads(line) for line in answer.splitlines()]
 
@@ -30,7 +33,7 @@ def outcomes(bubblewrap, tmp_path_factory):
 
     def run(attack):
         source = attack.source.replace("/secrets", str(folder))
-        return verdicts(bubblewrap, source, LIST["RIGHT"], time_limit_s=attack.time_limit_s)
+        return verdicts(bubblewrap, (source, attack.time_limit_s), (LIST["RIGHT"], 30.0))
 
     with ThreadPoolExecutor(bubblewrap.num_programs) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", "hf_secret")
@@ -42,10 +45,6 @@ def test_it_is_contained_and_the_next_program_finds_nothing_of_it(name, outcomes
     attack, right = outcomes[name]
     assert attack["status"] in ATTACKS[name].stopped_as, attack
     assert right["status"] == "passed", right
-
-
-def test_there_are_at_least_fifty():
-    assert len(ATTACKS) >= 50
 
 
 MESSES = {
@@ -70,9 +69,8 @@ MESSES = {
 @pytest.mark.parametrize("name", MESSES)
 def test_what_a_program_leaves_is_removed(name, bubblewrap):
     lines = os.linesep.join(line[4:] for line in MESSES[name].splitlines())
-    first, second = verdicts(
-        bubblewrap, f"import os\ndef answer():{lines}\n    return 42", LIST["RIGHT"], time_limit_s=30.0
-    )
+    source = f"import os\ndef answer():{lines}\n    return 42"
+    first, second = verdicts(bubblewrap, (source, 30.0), (LIST["RIGHT"], 30.0))
     assert (first["status"], second["status"]) == ("passed", "passed"), (first, second)
 
 
@@ -89,5 +87,5 @@ for _ in range(3):
         ctypes.CDLL(None).pthread_exit(None)
 time.sleep(600)
 """
-    [verdict] = verdicts(bubblewrap, source, time_limit_s=30.0)
+    [verdict] = verdicts(bubblewrap, (source, 30.0))
     assert verdict["status"] == "memory"

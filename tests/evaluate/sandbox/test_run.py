@@ -51,18 +51,15 @@ def test_what_the_filter_refuses(machine):
     assert verdict(machine, CLONE3) == UNKNOWN
     new_user, thread, child = 0x10000000, 0x3D0F00, 0x1200011
     assert verdict(machine, clone, new_user) == REFUSE
-    assert verdict(machine, clone, thread) == ALLOW
-    assert verdict(machine, clone, child) == ALLOW
+    assert verdict(machine, clone, thread) == verdict(machine, clone, child) == ALLOW
     assert verdict(machine, prlimit, 0) == ALLOW
     assert verdict(machine, prlimit, 1) == REFUSE
     assert verdict(machine, read | 0x40000000) == UNKNOWN
     assert verdict(machine, read, architecture=0x40000003) == KILL  # 32-bit x86
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"]])
-def test_it_does_not_start_outside_of_a_sandbox(arguments, tmp_path):
-    command = [sys.executable, "-I", "-S", str(RUN_FILE), *arguments]
+def test_it_does_not_start_outside_of_a_sandbox(tmp_path):
+    command = [sys.executable, "-I", "-S", str(RUN_FILE), "serve"]
     done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "only as the first one of a sandbox" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,13 @@ def answering(*answers: dict | bytes | Exception) -> Sandbox:
         answer = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, bytes) else json.dumps(answer).encode() + b"\n"
+        return line_of(answer)
 
     return Sandbox(name="service", num_programs=1, ask=ask)
+
+
+def line_of(answer: dict | bytes) -> bytes:
+    return answer if isinstance(answer, bytes) else json.dumps(answer).encode() + b"\n"
 
 
 @pytest.fixture(autouse=True)
@@ -41,61 +46,45 @@ def no_wait(monkeypatch):
 
 @pytest.fixture
 def service(monkeypatch):
-    """A socket that gives one answer to everybody; returns a function that sets it."""
+    """A socket that gives one answer to everybody once this is called with it."""
     folder = Path(tempfile.mkdtemp(prefix="tunebook-test-", dir="/tmp"))  # an address holds 107 bytes
     monkeypatch.setenv(HANDOVER_VARIABLE, str(folder))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / SOCKET))
-    answer = [b""]
 
-    def serve():
-        while True:
-            try:
+    def serve(answer):
+        with suppress(OSError):
+            while True:
                 connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection, connection.makefile("rb") as request:
-                assert request.read().endswith(b"\n")
-                connection.sendall(answer[0])
+                with connection, connection.makefile("rb") as request:
+                    assert request.read().endswith(b"\n")
+                    connection.sendall(line_of(answer))
 
-    def answers(verdict):
-        answer[0] = verdict if isinstance(verdict, bytes) else json.dumps(verdict).encode() + b"\n"
+    def start_serving(answer):
         listener.listen()
-        threading.Thread(target=serve, daemon=True).start()
+        threading.Thread(target=serve, args=(answer,), daemon=True).start()
 
-    yield answers
+    yield start_serving
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     shutil.rmtree(folder)
 
 
-def test_the_service_comes_first(service):
+def test_the_service_comes_first_and_bubblewrap_second(bubblewrap, service):
+    assert open_sandbox().name == "bubblewrap"  # nobody listens to the socket
     service(VERDICT)
     assert open_sandbox().name == "service"
 
 
-def test_bubblewrap_comes_second(bubblewrap, service):
-    assert open_sandbox().name == "bubblewrap"  # nobody listens to the socket
-
-
-def test_without_both_nothing_is_executed(monkeypatch):
+@pytest.mark.parametrize("is_broken", [False, True], ids=["missing", "broken"])
+def test_without_both_nothing_is_executed(monkeypatch, tmp_path, is_broken):
     monkeypatch.setenv(HANDOVER_VARIABLE, "/nonexistent")
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(RequestError) as caught:
-        open_sandbox()
-    assert caught.value.problem_id == "sandbox-missing"
-    assert "docker compose up -d --build sandbox" in caught.value.message
-    assert "apt install bubblewrap" in caught.value.message
-
-
-def test_a_bubblewrap_that_does_not_work_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv(HANDOVER_VARIABLE, "/nonexistent")
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho no permission >&2\nexit 1\n")
-    for path in (tmp_path, broken, *tmp_path.parents[:-2]):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if is_broken else "/nonexistent")
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\nexit 1\n")
+    for path in (tmp_path, bwrap, *tmp_path.parents[:-2]):  # `nobody` starts it
         path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(RequestError, match="no permission") as caught:
+    with pytest.raises(RequestError) as caught:
         open_sandbox()
     assert caught.value.problem_id == "sandbox-missing"
 
@@ -121,7 +110,7 @@ def test_a_program_that_breaks_the_sandbox_twice_changes_no_other_verdict():
 
 
 def test_a_sandbox_that_judges_nothing_is_an_error_and_no_score_of_zero():
-    with pytest.raises(RequestError, match="gone") as caught:
+    with pytest.raises(RequestError) as caught:
         list(run_programs([PROGRAM] * 20, answering(OSError("gone"))))
     assert caught.value.problem_id == "sandbox-broken"
 

@@ -1,64 +1,51 @@
 """Attacks on the verdict. A program may cheat its own test (`passed`), but not change the verdict of the next one."""
 
 # Written as attackers would, not as this project does.
-# ruff: noqa: N818, PTH106, PTH113, PTH118, PTH202, PTH207
+# ruff: noqa: N818, PTH113, PTH118, PTH202, PTH207
+
+import builtins
+import gc
+import glob
+import os
+import socket
+import sys
+
+
+def _works(act, *arguments):
+    try:
+        act(*arguments)
+    except OSError:
+        return False
+    return True
 
 
 def exit_at_once(at_once=True):
-    """End with success before the test begins.
-
-    Stopped as failed.
-    """
-    import os
-
+    """End with success before the test begins. Stopped as failed."""
     os._exit(0)
 
 
 def exit_politely(at_once=True):
-    """End with success before the test begins, as Python does it.
-
-    Stopped as failed.
-    """
-    import sys
-
+    """End with success before the test begins, as Python does it. Stopped as failed."""
     sys.exit(0)
 
 
 def exit_when_asked():
-    """End with success in the middle of the test.
-
-    Stopped as failed.
-    """
-    import os
-
+    """End with success in the middle of the test. Stopped as failed."""
     os._exit(0)
 
 
 def exit_by_exception():
-    """End the test by an exception that ends Python with success.
-
-    Stopped as failed.
-    """
+    """End the test by an exception that ends Python with success. Stopped as failed."""
     raise SystemExit(0)
 
 
 def become_another_program(at_once=True):
-    """Be a program that succeeds.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Be a program that succeeds. Stopped as failed."""
     os.execv("/bin/true", ["true"])
 
 
 def print_success():
-    """Print whatever a judge might be looking for.
-
-    Stopped as failed.
-    """
-    import sys
-
+    """Print whatever a judge might be looking for. Stopped as failed."""
     for stream in (sys.stdout, sys.stderr):
         for word in ("passed", "PASSED", "OK", '{"status": "passed"}', "Ran 1 test in 0.000s\n\nOK", "1"):
             print(word, file=stream, flush=True)
@@ -66,41 +53,14 @@ def print_success():
 
 
 def write_verdicts_everywhere(at_once=True):
-    """Write verdicts, with a guessed nonce and without, to every descriptor that there is.
-
-    Stopped as failed, crashed, timed_out, passed.
-    """
-    import os
-
+    """Write verdicts, with and without a nonce, to every descriptor. Stopped as failed, crashed, timed_out, passed."""
     for nonce in ('"nonce": "00000000000000000000000000000000", ', ""):
         for descriptor in range(256):
-            try:
-                os.write(descriptor, b'{%s"status": "passed", "message": ""}\n' % nonce.encode())
-            except OSError:
-                continue
-
-
-def answer_for_the_test():
-    """Send replies of its own ahead of every question.
-
-    Stopped as failed, timed_out, passed.
-    """
-    import os
-
-    for reply in (b'["reply", {"builtins.tuple": [[true, null]]}]\n', b'["reply", [true, null]]\n'):
-        for descriptor in range(3, 256):
-            try:
-                os.write(descriptor, reply * 100)
-            except OSError:
-                continue
-    return 0
+            _works(os.write, descriptor, b'{%s"status": "passed", "message": ""}\n' % nonce.encode())
 
 
 def equal_to_everything():
-    """Answer with something that is equal to whatever it is compared with.
-
-    Stopped as failed, passed.
-    """
+    """Answer with something that is equal to whatever it is compared with. Stopped as failed, passed."""
 
     class Anything(int):
         def __eq__(self, other):
@@ -120,39 +80,8 @@ def equal_to_everything():
     return Anything()
 
 
-def equal_object():
-    """The same with an object that is no number.
-
-    Stopped as failed, passed.
-    """
-
-    class Anything:
-        def __eq__(self, other):
-            return True
-
-        def __bool__(self):
-            return True
-
-    return Anything()
-
-
-def any_of_the_library():
-    """The same with the standard library's own.
-
-    Stopped as failed, passed.
-    """
-    from unittest.mock import ANY
-
-    return ANY
-
-
 def patch_builtins():
-    """Change what the test is made of, for the case that it shares the process.
-
-    Stopped as failed, passed.
-    """
-    import builtins
-    import sys
+    """Change what the test is made of, for the case that it shares the process. Stopped as failed, passed."""
 
     class Quiet(Exception):
         def __new__(cls, *args):
@@ -168,13 +97,7 @@ def patch_builtins():
 
 
 def change_the_children(at_once=True):
-    """Change everything of the sandbox that it finds in its process.
-
-    Stopped as failed, timed_out, passed.
-    """
-    import gc
-    import sys
-
+    """Change everything of the sandbox that it finds in its process. Stopped as failed, timed_out, passed."""
     found, frame = [], sys._getframe()
     while frame is not None:
         found.append(frame.f_globals)
@@ -187,32 +110,17 @@ def change_the_children(at_once=True):
 
 
 def delete_its_checker():
-    """Remove or empty every file of the sandbox and of Python that it can find.
-
-    Stopped as failed.
-    """
-    import glob
-    import os
-
+    """Remove or empty every file of the sandbox and of Python that it can find. Stopped as failed."""
     harmed = 0
     for pattern in ("/opt/tunebook/**/*.py", "/usr/lib/python3*/*.py", "/handover/**", "/home/**/src/tunebook/**/*.py"):
         for path in glob.glob(pattern, recursive=True):
-            try:
-                os.truncate(path, os.path.getsize(path)) if os.path.isfile(path) else os.rmdir(path)
+            if _works(os.truncate, path, os.path.getsize(path)) if os.path.isfile(path) else _works(os.rmdir, path):
                 harmed = 42
-            except OSError:
-                continue
     return harmed
 
 
 def look_for_the_answer():
-    """Look for the test, its answer and its nonce in every object and every frame of the process.
-
-    Stopped as failed, passed.
-    """
-    import gc
-    import sys
-
+    """Look for the test, its answer and its nonce in every object and frame. Stopped as failed, passed."""
     frame, seen = sys._getframe(), []
     while frame is not None:
         seen += [*frame.f_locals.values(), *frame.f_globals.values()]
@@ -227,93 +135,20 @@ def look_for_the_answer():
 
 
 def forge_a_result():
-    """Take the place of the runner's socket, or talk to the runner.
-
-    Stopped as failed.
-    """
-    import os
-    import socket
-
+    """Take the place of the runner's socket, or talk to the runner. Stopped as failed."""
     for folder in ("/handover", "/closed/handover", "/closed", "/proc/1/cwd", "/proc/1/root/closed/handover"):
         name = os.path.join(folder, "runner.sock")
         for act, path in ((os.unlink, name), (os.listdir, folder), (os.rmdir, folder)):
-            try:
-                act(path)
+            if _works(act, path):
                 return 42
-            except OSError:
-                continue
-        try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(name)
-                connection.sendall(b"{}\n")
-                return 42
-        except OSError:
-            continue
-    return 0
-
-
-def escape_through_a_value():
-    """Hand the test values that would execute code, or be equal to everything, where they are unpacked.
-
-    Stopped as failed, passed.
-    """
-    import os
-
-    values = (
-        b'{"os._exit": [0]}',
-        b'{"library": ["os", "_exit"]}',
-        b'{"builtin": "exit"}',
-        b'{"builtin": "eval"}',
-        b'{"builtins.eval": ["__import__(\'os\')._exit(0)"]}',
-        b'{"builtins.type": ["Any", {"builtins.tuple": [[]]}, {"builtins.dict": [[["__eq__", true]]]}]}',
-        b'{"unittest.mock.ANY": []}',
-        b"cos\n_exit\n(I0\ntR.",
-    )
-    for value in values:
-        for descriptor in range(3, 256):
-            try:
-                os.write(descriptor, b'["reply", {"builtins.tuple": [[%s, null]]}]\n' % value)
-            except OSError:
-                continue
+        if _works(lambda name=name: socket.socket(socket.AF_UNIX).connect(name)):
+            return 42
     return 0
 
 
 def say_that_the_sandbox_broke(at_once=True):
-    """Write a status of the sandbox's own into the report, and empty every file that it has.
-
-    Stopped as failed.
-    """
-    import os
-
+    """Write a status of the sandbox's own into the report, and empty every file that it has. Stopped as failed."""
     for descriptor in range(256):
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, b'{"status": "broken", "message": ""}', 0)
-        except OSError:
-            continue
+        if _works(os.ftruncate, descriptor, 0):
+            _works(os.pwrite, descriptor, b'{"status": "broken", "message": ""}', 0)
     os._exit(0)
-
-
-def call_what_the_test_did_not_give():
-    """Have the test's process call something of its own, of Python's, or its way to say that all passed.
-
-    Stopped as failed, passed.
-    """
-    import os
-
-    targets = (
-        b'{"builtin": "int"}',
-        b'{"builtin": "exec"}',
-        b'{"library": ["os", "_exit"]}',
-        b'{"yours": 0}',
-        b'{"yours": -1}',
-        b'{"mine": 0}',
-    )
-    for target in targets:
-        call = b'["call", {"builtins.tuple": [[%s, {"builtins.tuple": [[]]}, {"builtins.dict": [[]]}]]}]\n' % target
-        for descriptor in range(3, 256):
-            try:
-                os.write(descriptor, call)
-            except OSError:
-                continue
-    return 0
