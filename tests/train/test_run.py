@@ -60,8 +60,8 @@ def test_a_run_leaves_records_and_a_model_that_loads(whole, config, changed):
     assert load_model(trained).generation_config.eos_token_id is not None
 
 
-def test_the_manifest_records_the_start_and_the_model_that_was_written(whole, config):
-    folder, _ = whole
+def test_the_manifest_records_the_start_and_the_model_that_was_written(whole, config, tmp_path):
+    folder = shutil.copytree(whole[0], tmp_path / "copy")
     manifest = read_manifest(folder)
     start = manifest["start_up"]
     assert list(start["rank"]) == PHASES
