@@ -91,7 +91,7 @@ test: setup  ## The tests that need no GPU, engine or cluster; ARGS="tests/data 
 
 # torchao is next to .venv, not in it: transformers imports it wherever it is installed.
 TORCHAO = $(CURDIR)/.cache/torchao
-FP8_TESTS = tests/model/test_fp8_layers.py tests/parallel/test_fp8_sharded.py tests/train/test_fp8.py
+FP8_TESTS = tests/model/test_fp8_layers.py tests/parallel/test_sharded_layers.py tests/train/test_fp8.py
 
 test-torchao: setup  ## The tests of fp8, which computes on a CPU what a GPU would; fetches torchao by the lock
 	mkdir -p $(TORCHAO)
