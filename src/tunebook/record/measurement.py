@@ -23,7 +23,6 @@ from tunebook.config.schema import (
     ScheduleConfig,
     SyntheticConfig,
     TrackingConfig,
-    TrainingConfig,
     world_size,
 )
 from tunebook.data.batch import BatchPlan
@@ -62,14 +61,24 @@ def measured_config(config: RunConfig, batch: BatchPlan) -> RunConfig:
     document = batch.row_length // per_row
     samples = batch.data_ranks * batch.micro_batch_size * passes * per_row
     synthetic = SyntheticConfig(num_documents=NUM_STEPS * samples, min_tokens=document, max_tokens=document)
-    training = TrainingConfig(
+    training = replace(  # a setting that is not named here is taken over: it may need memory
+        config.training,
         global_samples=samples,
+        global_tokens=None,
         micro_batch_size=batch.micro_batch_size,
-        max_length=config.training.max_length,
+        num_epochs=1.0,
         max_steps=NUM_STEPS,
-        max_grad_norm=config.training.max_grad_norm,
-        deterministic=config.training.deterministic,
+        seed=42,
+        log_every_steps=1,
+        save_every_steps=None,
+        keep_checkpoints=2,
+        save_in_background=True,
+        evaluate_every_steps=None,
+        load_best_at_end=False,
+        early_stopping_patience=None,
         resume="never",
+        resume_anyway=[],
+        push_to_hub=None,
     )
     return replace(
         config,
