@@ -166,7 +166,7 @@ forward() { # forward SIGNAL; before the container runs there is nothing to save
   # Without the 0, `return` in a trap has the status of what the signal interrupted.
   if signal_container "$1" || [ -n "$is_delivered" ]; then return 0; fi
   kill "$compose_process" 2> /dev/null || true
-  # Compose ignores a signal that comes while it creates the container, and then starts it.
+  # Compose may start the container all the same, if it is about to.
   while kill -0 "$compose_process" 2> /dev/null && ! signal_container "$1"; do sleep 0.2; done
 }
 
