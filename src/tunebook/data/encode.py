@@ -142,6 +142,7 @@ class Encoder:
                 )
         self.counts.contents.update(conversation.contents())
         rendered = self._renderer.render(conversation, origin, has_spans=not self._everything)
+        self.counts.added.update(rendered.added)
         self._check_special(rendered.special, origin)
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)
