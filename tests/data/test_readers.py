@@ -85,8 +85,9 @@ def test_a_broken_line_17_is_named_with_its_problem(tmp_path: Path, line: bytes,
 def test_ten_problems_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read(write(tmp_path, '{"text": "a"}\n' * 3 + "{\n" * 12))
-    first, *places, last = caught.value.message.splitlines()
-    assert first.endswith(": 12 of 15 documents cannot be used") and last == "  and 2 more"
+    first, *places, rest, last = caught.value.message.splitlines()
+    assert first.endswith(": 12 of 15 documents cannot be used") and rest == "  and 2 more"
+    assert "dataset.bad_documents=skip" in last
     assert [place.split(":")[0] for place in places] == [f"  line {number}" for number in range(4, 14)]
 
 

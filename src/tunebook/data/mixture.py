@@ -14,7 +14,7 @@ from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, MixturePart
 from tunebook.data.corpus import CONTENT_HASH, Loaded
 from tunebook.data.problems import Skipped
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError, RequestError, counted
 
 if TYPE_CHECKING:
     import datasets
@@ -135,8 +135,8 @@ def hold_out(dataset: datasets.Dataset, share: float) -> tuple[datasets.Dataset,
     if num_held == 0 or num_held == len(dataset):
         empty = "validation" if num_held == 0 else "training"
         raise RequestError(
-            f"dataset.validation_share={share} of {len(dataset):,} documents leaves the {empty} part empty; try a "
-            f"{'larger' if num_held == 0 else 'smaller'} share, more documents, or dataset.validation_path=FILE",
+            f"dataset.validation_share={share} of {counted(len(dataset), 'document')} leaves the {empty} part empty; "
+            f"try a {'larger' if num_held == 0 else 'smaller'} share, more documents, or dataset.validation_path=FILE",
             problem_id="validation-empty",
         )
     return dataset.select(np.flatnonzero(~held)), dataset.select(np.flatnonzero(held))

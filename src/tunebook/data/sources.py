@@ -215,9 +215,9 @@ def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | No
             notes.append(f"dataset.{key} is not used: the documents are of kind {train.kind.value}, without turns")
     hashes = content_hashes(train.dataset)
     if repeated := len(hashes) - len(np.unique(hashes)):
-        notes.append(f"{repeated:,} of {len(hashes):,} documents repeat an earlier one")
+        notes.append(f"documents that repeat an earlier one: {repeated:,} of {len(hashes):,}")
     if validation and (shared := int(np.isin(content_hashes(validation.dataset), hashes).sum())):
-        notes.append(f"{shared:,} of {len(validation.dataset):,} validation documents are trained on too")
+        notes.append(f"validation documents that are also trained on: {shared:,} of {len(validation.dataset):,}")
     return notes
 
 

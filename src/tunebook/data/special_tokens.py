@@ -106,7 +106,7 @@ class SpecialTokens:
             raise RequestError(
                 "dataset.special_tokens_in_content: this tokenizer cannot distinguish a special token from text of "
                 "the same spelling; type dataset.special_tokens_in_content=keep to take such text for the token, or "
-                "=refuse",
+                "dataset.special_tokens_in_content=refuse",
                 problem_id="special-token-in-content",
             )
         return renamed

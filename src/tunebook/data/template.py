@@ -17,20 +17,20 @@ from functools import cache, partial
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.book import CHATML_TEMPLATE, TRAINING_TEMPLATE
 from tunebook.data.conversation import Conversation, Messages, Part, TemplateForm, find_missing
 from tunebook.data.special_tokens import Span, SpecialTokens, any_of
 from tunebook.data.turns import ROLES
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
 from tunebook.model.tokenizer import stop_token_ids
-from tunebook.model.tokenizer_files import GENERATION_MARKER
+from tunebook.model.tokenizer_files import GENERATION_MARKER, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXT = re.compile(r"[#*-]* *\w")  # the beginning of a line that is text and not a mark or JSON
 _MOST_SHOWN = 40  # characters of a turn in a message
-_OTHER_TEMPLATE = "model.chat_template=FILE, or model.chat_template=training for TRL's training version of this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +139,8 @@ class ConversationRenderer:
             raise DataError(
                 f"{origin}: the assistant's last turn cannot be found in what the chat template writes: this does not "
                 "begin with what it writes as the prompt for that turn. Name a template that marks the assistant's "
-                f"words with {{% generation %}} ... {{% endgeneration %}}: {_OTHER_TEMPLATE}, or train on every token "
-                "with dataset.train_on=everything",
+                f"words with {{% generation %}} ... {{% endgeneration %}}: {_other_template(self._template)}, or "
+                "train on every token: dataset.train_on=everything",
                 problem_id="assistant-not-found",
             )
         self._check(missing, hidden, origin, spans)
@@ -230,7 +230,7 @@ class ConversationRenderer:
                 raise DataError(
                     f"{origin}: the chat template does not write {'the reasoning of ' if is_reasoning else ''}turn "
                     f"{part.turn + 1} ({role}): {shown!r}, so the model would be trained on another conversation. Name "
-                    "a template that writes it with model.chat_template=FILE, or "
+                    f"a template that writes it: {_other_template(self._template)}, or "
                     + ("train without it: dataset.reasoning=drop" if is_reasoning else "change the document"),
                     problem_id="template-leaves-out",
                 )
@@ -293,7 +293,7 @@ class ConversationRenderer:
             raise DataError(
                 f"{origin}: the chat template writes {stop.group()}, which ends generation, before the answer ends, so "
                 "the model would never learn the answer. Name only a token that ends a turn with model.eos_token, or "
-                f"another template: {_OTHER_TEMPLATE}",
+                f"another template: {_other_template(self._template)}",
                 problem_id="eos-not-trained",
             )
         return stop.end()
@@ -302,7 +302,8 @@ class ConversationRenderer:
         return DataError(
             f"{origin}: the assistant's turn as the chat template writes it (ending with {written[-40:]!r}) has no "
             f"token that ends generation ({', '.join(sorted(self._stop_tokens))}), so the model would never learn to "
-            f"stop; name the token that ends a turn: model.eos_token=TOKEN, or another template: {_OTHER_TEMPLATE}",
+            "stop; name the token that ends a turn: model.eos_token=TOKEN, or another template: "
+            f"{_other_template(self._template)}",
             problem_id="eos-not-trained",
         )
 
@@ -336,9 +337,18 @@ class ConversationRenderer:
             roles = ", ".join(message["role"] for message in conversation.messages)
             raise DataError(
                 f"{origin}: the chat template refuses this conversation ({roles}): {error}; change the conversation, "
-                "or name a template that takes it with model.chat_template=FILE",
+                f"or name a template that takes it: {_other_template(self._template)}",
                 problem_id="chat-template-refuses",
             ) from error
+
+
+def _other_template(template: str) -> str:
+    """What to type for a template other than this one: TRL's training version, if it has one."""
+    try:
+        read_chat_template(TRAINING_TEMPLATE, template)
+    except RequestError:
+        return f"model.chat_template={CHATML_TEMPLATE}, or FILE"
+    return f"model.chat_template={TRAINING_TEMPLATE} (TRL's training version), or FILE"
 
 
 def _letters(line: str) -> str:
