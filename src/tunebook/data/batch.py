@@ -73,11 +73,9 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     """
     training, samples, ranks = config.training, config.training.global_samples, data_ranks(config)
     if lengths is not None and samples is not None and len(lengths) < samples:
-        fitting = len(lengths) // ranks * ranks
         raise RequestError(
-            f"training.global_samples={samples} is more than the {counted(len(lengths), 'document')} there "
-            f"{'is' if len(lengths) == 1 else 'are'}; "
-            + (f"type training.global_samples={fitting}" if fitting else "take fewer GPUs (hardware.gpus_per_node)"),
+            f"training.global_samples={samples} is more than the {counted(len(lengths), 'document')} there are; take a "
+            "smaller number, or fewer GPUs (hardware.gpus_per_node) if there are more GPUs than documents",
             problem_id="batch-larger-than-data",
         )
     is_packed = config.packing.mode is PackingMode.isolated

@@ -99,7 +99,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
 def histogram_lines(name: str, part: PreparedPart) -> list[str]:
     """The number of documents of each length."""
     edges, counts = part.counts.lengths["edges"], part.counts.lengths["counts"]
-    lines = [f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
+    lines = [f"Tokens of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
     for start, end, count in zip(edges, edges[1:], counts, strict=False):
         last = min(end - 1, part.counts.longest)
         label = f"{start:,}" if last == start else f"{start:,} to {last:,}"
