@@ -126,6 +126,7 @@ class Encoder:
                 labels = all_labels(ids)
             else:
                 labels = self._labels_of_spans(ids, encoding.offsets, spans, origin)
+            self.counts.added.update(conversation.added)
             self.counts.note(REWRITTEN, origin, conversation.num_rewritten > 0)
             self.counts.note(LEFT_OUT, origin, conversation.leaves_out)
             documents.append(Document(ids, labels))
@@ -142,7 +143,6 @@ class Encoder:
                 )
         self.counts.contents.update(conversation.contents())
         rendered = self._renderer.render(conversation, origin, has_spans=not self._everything)
-        self.counts.added.update(rendered.added)
         self._check_special(rendered.special, origin)
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)
