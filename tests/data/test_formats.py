@@ -9,7 +9,7 @@ import pytest
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.formats import FormatSettings, Normalizer, detect_format, field_templates, known_columns
+from tunebook.data.formats import FormatSettings, Normalizer, detect_format, document_keys, field_templates
 from tunebook.data.problems import DocumentError, KeyAccount
 from tunebook.errors import RequestError
 
@@ -24,7 +24,7 @@ IDS = [1, 10, 11, 2, 20, 21, 2]
 
 def normalize(record: dict[str, Any], ignored: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
     made = FormatSettings(**settings)
-    return Normalizer(Format.auto, made, KeyAccount(known_columns(made), ignored)).row(record)
+    return Normalizer(Format.auto, made, KeyAccount(document_keys(made), ignored)).row(record)
 
 
 def turns(record: dict[str, Any], **settings: Any) -> list[tuple[str, str, bool]]:

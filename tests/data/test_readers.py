@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tunebook.config.schema import DatasetConfig
+from tunebook.data.formats import FormatSettings, document_keys
 from tunebook.data.problems import DocumentProblems, KeyAccount
 from tunebook.data.readers import read_records
 from tunebook.data.sources import load_corpus
@@ -105,7 +106,7 @@ def test_a_broken_array_names_the_item_or_the_line(tmp_path: Path, content: byte
         read(write(tmp_path, content, "data.json"))
 
 
-KNOWN = KeyAccount({"text", "messages"})
+KNOWN = KeyAccount(document_keys(FormatSettings()))
 
 
 @pytest.mark.parametrize(("name", "indent"), [("data.json", None), ("data.json.gz", 1)])

@@ -124,7 +124,7 @@ class Normalizer:
     def __init__(self, format: Format, settings: FormatSettings, account: KeyAccount | None = None) -> None:
         self.format = format if settings.fields is None else Format.fields
         self.settings = settings
-        self.account = account or KeyAccount(known_columns(settings))
+        self.account = account or KeyAccount(document_keys(settings))
         self.kind: CorpusKind | None = None
         self.was_detected = self.format is Format.auto
 
@@ -191,12 +191,11 @@ def detect_format(record: Record, text_field: str) -> Format:
     )
 
 
-def known_columns(settings: FormatSettings) -> frozenset[str]:
-    """Every key that is read: the templates' fields, or those of some format."""
+def document_keys(settings: FormatSettings) -> frozenset[str]:
+    """The keys that only documents have: the templates' fields, or those that some format needs."""
     if settings.fields is not None:
         return settings.fields.names
-    known = {key for spec in SPECS.values() for key in (*spec.needs, *spec.may_have)}
-    return frozenset(known - {TEXT_FIELD} | {settings.text_field})
+    return frozenset(key for format in SPECS for key in _needed_keys(format, settings.text_field))
 
 
 def _needed_keys(format: Format, text_field: str) -> list[str]:

@@ -95,7 +95,7 @@ def is_empty(value: object) -> bool:
 class KeyAccount:
     """Checks the keys of the documents of one source, and counts those that no format reads.
 
-    `known`: keys that some format reads; `ignored`: `ignore_keys` of the source configured under `key`.
+    `known`: keys that only documents have; `ignored`: `ignore_keys` of the source configured under `key`.
     """
 
     def __init__(self, known: Collection[str] = (), ignored: Sequence[str] = (), key: str = "dataset") -> None:
