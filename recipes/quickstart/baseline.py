@@ -4,6 +4,7 @@ A model that only remembers its training data does about this well, so a score f
 the tasks. Run `python recipes/quickstart/baseline.py`; needs the standard library only.
 """
 
+import argparse
 import heapq
 import json
 import re
@@ -84,6 +85,7 @@ def score(train_file: Path, heldout_file: Path) -> dict[str, float]:
 
 def main() -> None:
     """Score the look-up on the files beside this module."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     data = FOLDER / "data"
     scores = score_lookup(read_conversations(data / "train.jsonl"), read_conversations(data / "heldout.jsonl"))
     for task, score in scores.items():

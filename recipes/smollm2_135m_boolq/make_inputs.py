@@ -17,6 +17,7 @@ The same files are written each time. Prints the overrides that name them.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -188,4 +189,6 @@ def make_inputs(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_inputs(Path(sys.argv[1] if len(sys.argv) > 1 else CHECKOUT / "inputs").resolve())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=CHECKOUT / "inputs", metavar="FOLDER")
+    make_inputs(parser.parse_args().folder.resolve())

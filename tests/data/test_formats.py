@@ -9,7 +9,7 @@ import pytest
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.formats import FormatSettings, Normalizer, detect_format, field_templates, known_columns
+from tunebook.data.formats import FormatSettings, Normalizer, detect_format, document_keys, field_templates
 from tunebook.data.problems import DocumentError, KeyAccount
 from tunebook.errors import RequestError
 
@@ -24,7 +24,7 @@ IDS = [1, 10, 11, 2, 20, 21, 2]
 
 def normalize(record: dict[str, Any], ignored: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
     made = FormatSettings(**settings)
-    return Normalizer(Format.auto, made, KeyAccount(known_columns(made), ignored)).row(record)
+    return Normalizer(Format.auto, made, KeyAccount(document_keys(made), ignored)).row(record)
 
 
 def turns(record: dict[str, Any], **settings: Any) -> list[tuple[str, str, bool]]:
@@ -188,6 +188,30 @@ def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[
     assert normalize(record, ignored=(key,)) == normalize(without(record, key))
 
 
+def test_only_a_way_out_that_works_is_offered() -> None:
+    two = {**with_turn(mask=1), "images": ["cat.jpg"], "name": "a"}
+    with pytest.raises(DocumentError, match=r"dataset\.ignore_keys=\[name,images,mask\]"):
+        normalize(two, ignored=("name",))
+    normalize(two, ignored=("name", "images", "mask"))
+    pair = {"conversations": [{"from": "human", "value": "Hi"}], "chosen": "Yo", "rejected": "No"}
+    with pytest.raises(DocumentError) as caught:
+        normalize(pair)
+    assert "ignore_keys" not in caught.value.message and caught.value.problem_id == "data-key-not-supported"
+
+
+@pytest.mark.parametrize("key", ["image", "videos", "audio_path"])
+def test_marks_of_media_that_are_left_out_are_refused(key: str) -> None:
+    mark = f"<{key.removesuffix('s').removesuffix('_path')}>"
+    record = {key: ["a"], "messages": [{"role": "user", "content": f"{mark} What is this?"}, CHAT["messages"][1]]}
+    with pytest.raises(DocumentError) as caught:
+        normalize(record, ignored=(key,))
+    assert caught.value.problem_id == "data-media"
+    with pytest.raises(DocumentError) as caught:
+        normalize(record)
+    assert "ignore_keys" not in caught.value.message
+    assert mark in normalize({**record, key: []})["messages"], "text like any other"
+
+
 @pytest.mark.parametrize(
     "nothing",
     [None, " ", "[]", "null", {}, ["", []], {"name": None, "arguments": ""}, [{"id": None}]],
@@ -225,6 +249,7 @@ def test_any_fields_become_a_question_and_an_answer() -> None:
         (BOOLQ, {"passage": "a", "question": "b"}, "dataset.answer_template .*'answer' is undefined"),
         (BOOLQ, {"passage": " ", "question": "b", "answer": True, "image": "x.png"}, "'image' of the document"),
         (DatasetSource(question_template="{{a.__class__.__mro__}}", answer_template="{{a}}"), {"a": "x"}, "__class__"),
+        (DatasetSource(question_template="{{a}}", answer_template="{{a[0]}}"), {"a": ["x"]}, "a JSON array"),
     ],
 )
 def test_fields_that_cannot_be_rendered_are_refused(

@@ -79,7 +79,7 @@ def test_a_mixture_of_formats_of_one_kind(tmp_path: Path) -> None:
     assert sum(prompt.startswith("task") for prompt in prompts) == 30
     assert len(set(prompts)) == 90
     assert [record.num_documents for record in corpus.records] == [100, 30]
-    assert "mixture: chat 60 of 100 documents, task 30 of 30 documents" in corpus.notes
+    assert "mixture, in documents: chat 60 of 100, task 30 of 30" in corpus.notes
 
     fewer = load_corpus(replace(config, max_documents=30, validation_share=0.0), cache_dir=tmp_path / "cache")
     assert [sum(row.startswith(name) for row in fewer.train["origin"]) for name in ("chat", "task")] == [20, 10]

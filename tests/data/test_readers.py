@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tunebook.config.schema import DatasetConfig
+from tunebook.data.formats import FormatSettings, document_keys
 from tunebook.data.problems import DocumentProblems, KeyAccount
 from tunebook.data.readers import read_records
 from tunebook.data.sources import load_corpus
@@ -85,8 +86,9 @@ def test_a_broken_line_17_is_named_with_its_problem(tmp_path: Path, line: bytes,
 def test_ten_problems_are_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read(write(tmp_path, '{"text": "a"}\n' * 3 + "{\n" * 12))
-    first, *places, last = caught.value.message.splitlines()
-    assert first.endswith(": 12 of 15 documents cannot be used") and last == "  and 2 more"
+    first, *places, rest, last = caught.value.message.splitlines()
+    assert first.endswith(": 12 of 15 documents cannot be used") and rest == "  and 2 more"
+    assert "dataset.bad_documents=skip" in last
     assert [place.split(":")[0] for place in places] == [f"  line {number}" for number in range(4, 14)]
 
 
@@ -104,7 +106,7 @@ def test_a_broken_array_names_the_item_or_the_line(tmp_path: Path, content: byte
         read(write(tmp_path, content, "data.json"))
 
 
-KNOWN = KeyAccount({"text", "messages"})
+KNOWN = KeyAccount(document_keys(FormatSettings()))
 
 
 @pytest.mark.parametrize(("name", "indent"), [("data.json", None), ("data.json.gz", 1)])

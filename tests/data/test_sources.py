@@ -109,8 +109,8 @@ def test_validation_files(tmp_path: Path) -> None:
     assert questions(corpus.validation) == ["q1", "q2", "q3"]  # max_documents is about the training documents
     assert [record.num_documents for record in corpus.records] == [1, 3]
     notes = load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other))).notes
-    assert "1 of 2 documents repeat an earlier one" in notes
-    assert "1 of 3 validation documents are trained on too" in notes
+    assert "documents that repeat an earlier one: 1 of 2" in notes
+    assert "validation documents that are also trained on: 1 of 3" in notes
     write(other, [{"text": "plain"}])
     with pytest.raises(DataError) as caught:
         load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))

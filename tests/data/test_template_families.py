@@ -308,7 +308,44 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
     tokenizer = load_tokenizer(ModelConfig(path=folder, chat_template="training"))
     assert tokenizer.chat_template == read_chat_template("trl:qwen3_training")
     own = load_tokenizer(ModelConfig(path=family("llama3_2").name_or_path)).chat_template
-    with pytest.raises(RequestError, match="qwen3"):
-        read_chat_template("training", own)
-    with pytest.raises(RequestError, match="qwen9"):
-        read_chat_template("trl:qwen9")
+    for name in ("training", "trl:qwen9"):
+        with pytest.raises(RequestError) as error:
+            read_chat_template(name, own)
+        assert error.value.problem_id == "chat-template-not-found"
+
+
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+LLAMA = "Cutting Knowledge Date: December 2023 Today Date: 26 Jul 2024"
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("name", "always", "without_system"),
+    [("qwen2_5", "", QWEN), ("qwen2_5_training", "", QWEN), ("llama3_1", LLAMA, ""), ("qwen3", "", "")],
+)
+def test_what_a_template_adds_is_counted(name: str, always: str, without_system: str, family: Family) -> None:
+    tokenizer = family(name)
+    for messages, expected_text in (([SYSTEM, *PLAIN], always), (PLAIN, always or without_system)):
+        added = encode(tokenizer, messages)[2].counts.added
+        assert added == ({expected_text: 1} if expected_text else {})
+    for_tools = encode(tokenizer, [SYSTEM, *PLAIN], tools=TOOLS)[2].counts.added
+    (preamble,) = for_tools.keys() - {always}
+    assert "function" in preamble and "weather" not in preamble, "the document says what its tools are"
+
+
+def test_marks_of_turns_are_not_counted_as_added(tiny_tokenizer: Callable[..., Any]) -> None:
+    template = (
+        "{{ 'Below is a task.\n\n' if messages[0].role != 'system' else '' }}{% for turn in messages %}"
+        "{{ '### ' + turn.role | title + ':\n' + turn.content }}"
+        "{{ '</s>' if turn.role == 'assistant' else '' }}{{ '\n\n' }}"
+        "{% endfor %}{{ '### Assistant:\n' if add_generation_prompt else '' }}"
+    )
+    tokenizer = tiny_tokenizer(template=template, eos_token="</s>")
+    assert encode(tokenizer, PLAIN)[2].counts.added == {"Below is a task.": 1}
+    assert not encode(tokenizer, [SYSTEM, *PLAIN])[2].counts.added
+
+
+def test_chatml_writes_tools_and_adds_nothing_without_them(tiny_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = tiny_tokenizer(template=read_chat_template("chatml"))
+    assert not encode(tokenizer, PLAIN)[2].counts.added
+    assert "weather" in tokenizer.decode(encode(tokenizer, WITH_TOOLS, tools=TOOLS)[0])

@@ -59,7 +59,7 @@ class ModelConfig:
     revision: str | None = None  # commit or tag on the hub; null takes the newest and records which it was
     weights: Weights = Weights.pretrained
     tokenizer: str | None = None  # another tokenizer's name or folder; null takes the model's own
-    # A Jinja file, `training` (TRL's version of the tokenizer's own that keeps every turn as it was and marks answers)
+    # `chatml` (for a base model), a Jinja file, `training` (TRL's version of the tokenizer's own, which marks answers)
     # or `trl:NAME` for one of TRL's; null takes the tokenizer's own
     chat_template: str | None = None
     # The date for templates that write today's, YYYY-MM-DD, so that runs can be repeated; Llama 3's own default

@@ -152,14 +152,15 @@ class ChunkEncoder:
             if self.settings.dataset.overlong is Overlong.refuse and len(document.input_ids) > max_length:
                 raise DataError(
                     f"{row['origin']}: it has {len(document.input_ids):,} tokens, more than training.max_length="
-                    f"{max_length}, and dataset.overlong=refuse allows none; raise the one, or type "
+                    f"{max_length}, and dataset.overlong=refuse allows none; raise training.max_length, or type "
                     "dataset.overlong=cut, split or drop",
                     problem_id="document-too-long",
                 )
             if vocab_size is not None and (largest := max(document.input_ids)) >= vocab_size:
                 raise DataError(
                     f"{row['origin']}: it holds token {largest}, but the model's vocabulary ends at {vocab_size - 1}: "
-                    "it was made with another model's tokenizer. Name the model's own (model.tokenizer=null)",
+                    "it was made with another model's tokenizer. Name the model's own: model.tokenizer=DIR, or null "
+                    "for the one in the model's folder",
                     problem_id="token-outside-vocabulary",
                 )
         return documents

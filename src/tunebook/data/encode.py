@@ -126,6 +126,7 @@ class Encoder:
                 labels = all_labels(ids)
             else:
                 labels = self._labels_of_spans(ids, encoding.offsets, spans, origin)
+            self.counts.added.update(conversation.added)
             self.counts.note(REWRITTEN, origin, conversation.num_rewritten > 0)
             self.counts.note(LEFT_OUT, origin, conversation.leaves_out)
             documents.append(Document(ids, labels))
@@ -155,7 +156,8 @@ class Encoder:
         if self._special_text is SpecialText.refuse:
             raise DataError(
                 f"{origin}: it holds the text of the special token {token!r}, which dataset.special_tokens_in_content="
-                "refuse forbids; take it out, or type =as_text to train on it as text or =keep as the token",
+                "refuse forbids; take it out, or train on it as text (dataset.special_tokens_in_content=as_text) or as "
+                "the token (dataset.special_tokens_in_content=keep)",
                 problem_id="special-token-in-content",
             )
         note = SPECIAL_KEPT if self._special_text is SpecialText.keep else SPECIAL_AS_TEXT
@@ -218,8 +220,8 @@ class Encoder:
     def _refuse_two_bos(self, ids: list[int], origin: str) -> None:
         if self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
             raise DataError(
-                f"{origin}: the document begins with two BOS tokens, which no model was pretrained on; the tokenizer "
-                "or the chat template adds one already: remove the other from the document",
+                f"{origin}: the document begins with two BOS tokens, which no model was pretrained on; remove one from "
+                "its text, or from a copy of the chat template that model.chat_template=FILE names",
                 problem_id="bos-doubled",
             )
 
@@ -228,7 +230,7 @@ class Encoder:
             raise DataError(
                 f"{origin}: no token that ends generation is trained on: the chat template does not write one, or the "
                 "tokenizer cuts it into several tokens. Name the special token that ends a turn in this template: "
-                "model.eos_token=TOKEN, or another template: model.chat_template=FILE",
+                "model.eos_token=TOKEN, or another template: model.chat_template=chatml, or FILE",
                 problem_id="eos-not-trained",
             )
 

@@ -16,7 +16,7 @@ from typing import Any
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
-from tunebook.data.problems import DocumentError, KeyAccount, is_empty
+from tunebook.data.problems import DocumentError, KeyAccount, is_empty, type_name
 from tunebook.data.turns import (
     Turn,
     check_conversation,
@@ -47,7 +47,7 @@ class FieldTemplates:
         from jinja2.meta import find_undeclared_variables
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_refuse_lists)
         environment.globals.clear()  # a field may have the name of a function, and one writes random text
         self._templates = {key: environment.from_string(text) for key, text in templates.items()}
         used = [find_undeclared_variables(environment.parse(text)) for text in templates.values()]
@@ -68,6 +68,13 @@ class FieldTemplates:
                 ) from error
             turns.append(make_turn(role, text, key))
         return turns
+
+
+def _refuse_lists(value: Any) -> Any:
+    """A value that a template writes. Raises: TypeError for one that Python would write in its own form."""
+    if isinstance(value, list | dict):
+        raise TypeError(f"it would write {type_name(value)}; name an entry, such as FIELD[0], or write FIELD | tojson")
+    return value
 
 
 def field_templates(source: DatasetSource, key: str) -> FieldTemplates | None:
@@ -117,36 +124,57 @@ class Normalizer:
     def __init__(self, format: Format, settings: FormatSettings, account: KeyAccount | None = None) -> None:
         self.format = format if settings.fields is None else Format.fields
         self.settings = settings
-        self.account = account or KeyAccount(known_columns(settings))
+        self.account = account or KeyAccount(document_keys(settings))
         self.kind: CorpusKind | None = None
         self.was_detected = self.format is Format.auto
 
     def row(self, record: Record) -> Row:
         """One record as a row, without its origin. Raises: DocumentError."""
-        settings, record = self.settings, self.account.without_ignored(record)
-        if self.format is Format.auto:
-            self.format = detect_format(record, settings.text_field)
-        if settings.fields is not None:  # the templates name a missing field
-            self.account.check(record, settings.fields.names)
-            kind, row = _conversation(settings.fields.turns(record), {}, settings)
-        else:
-            needed = _needed_keys(self.format, settings.text_field)
-            if missing := [key for key in needed if record.get(key) is None]:
-                basis = " by the keys of the first document; name one format a source" if self.was_detected else ""
-                raise DocumentError(
-                    f"missing field {' and '.join(map(repr, missing))} (format {self.format.value}{basis}); its keys "
-                    f"are: {_keys(record)}",
-                    problem_id="data-missing-field",
-                )
-            spec = SPECS[self.format]
-            # First: a refused key often explains another problem, such as an empty text next to a tool call.
-            self.account.check(record, {*needed, *spec.may_have})
-            kind, row = spec.convert(record, self.account, settings)
+        try:
+            kind, row = self._convert(record, self.account)
+        except DocumentError as error:
+            if not error.keys:
+                raise
+            raise self._with_way_out(record, error) from error
         if self.kind is None:
             self.kind = kind
         elif kind is not self.kind:
             raise DocumentError(f"a document of kind {kind.value}, but those before it are of kind {self.kind.value}")
         return row
+
+    def _with_way_out(self, record: Record, refusal: DocumentError) -> DocumentError:
+        """A refusal of keys with what to type, which was tried: to ignore them, unless the document needs them."""
+        account, error = self.account, refusal
+        while error.keys:
+            account = account.ignoring(error.keys)
+            try:
+                self._convert(record, account)
+            except DocumentError as other:
+                error = other
+            else:
+                return DocumentError(f"{refusal.message}; {account.way_out()}", problem_id=refusal.problem_id)
+        message = f"{refusal.message}. Ignoring this does not help: {error.message}"
+        return DocumentError(message, problem_id=refusal.problem_id)
+
+    def _convert(self, record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
+        settings, record = self.settings, account.without_ignored(record)
+        if self.format is Format.auto:
+            self.format = detect_format(record, settings.text_field)
+        if settings.fields is not None:  # the templates name a missing field
+            account.check(record, settings.fields.names)
+            return _conversation(settings.fields.turns(record), {}, settings)
+        needed = _needed_keys(self.format, settings.text_field)
+        if missing := [key for key in needed if record.get(key) is None]:
+            basis = " by the keys of the first document; name one format a source" if self.was_detected else ""
+            raise DocumentError(
+                f"missing field {' and '.join(map(repr, missing))} (format {self.format.value}{basis}); its keys "
+                f"are: {_keys(record)}",
+                problem_id="data-missing-field",
+            )
+        spec = SPECS[self.format]
+        # First: a refused key often explains another problem, such as an empty text next to a tool call.
+        account.check(record, {*needed, *spec.may_have})
+        return spec.convert(record, account, settings)
 
 
 def detect_format(record: Record, text_field: str) -> Format:
@@ -163,12 +191,11 @@ def detect_format(record: Record, text_field: str) -> Format:
     )
 
 
-def known_columns(settings: FormatSettings) -> frozenset[str]:
-    """Every key that is read: the templates' fields, or those of some format."""
+def document_keys(settings: FormatSettings) -> frozenset[str]:
+    """The keys that only documents have: the templates' fields, or those that some format needs."""
     if settings.fields is not None:
         return settings.fields.names
-    known = {key for spec in SPECS.values() for key in (*spec.needs, *spec.may_have)}
-    return frozenset(known - {TEXT_FIELD} | {settings.text_field})
+    return frozenset(key for format in SPECS for key in _needed_keys(format, settings.text_field))
 
 
 def _needed_keys(format: Format, text_field: str) -> list[str]:

@@ -14,7 +14,7 @@ from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, MixturePart
 from tunebook.data.corpus import CONTENT_HASH, Loaded
 from tunebook.data.problems import Skipped
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError, RequestError, counted
 
 if TYPE_CHECKING:
     import datasets
@@ -33,8 +33,8 @@ def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict
         return dict(sizes)
     if unweighted:
         raise RequestError(
-            f"dataset.parts: {', '.join(unweighted)} has no weight and other parts have one; give every part a "
-            "weight (relative shares of documents) or none (all documents of all parts)",
+            f"dataset.parts: a weight is missing for {', '.join(unweighted)}, and other parts have one; give every "
+            "part a weight (relative shares of documents) or none (all documents of all parts)",
             problem_id="mixture-weights",
         )
     # Fractions, so that 0.1 and 0.3 of 1000 and 3000 documents is not one document short.
@@ -65,7 +65,7 @@ def mix(parts: dict[str, Loaded], configs: dict[str, MixturePart]) -> Loaded:
     counts = plan_counts(sizes, {name: configs[name].weight for name in parts})
     merged = datasets.concatenate_datasets([loaded.dataset for loaded in parts.values()])
     notes = [note for loaded in parts.values() for note in loaded.notes]
-    notes.append(f"mixture: {', '.join(f'{name} {counts[name]:,} of {sizes[name]:,} documents' for name in parts)}")
+    notes.append(f"mixture, in documents: {', '.join(f'{name} {counts[name]:,} of {sizes[name]:,}' for name in parts)}")
     skipped = Skipped()
     for loaded in parts.values():
         skipped.update(loaded.skipped)
@@ -135,8 +135,8 @@ def hold_out(dataset: datasets.Dataset, share: float) -> tuple[datasets.Dataset,
     if num_held == 0 or num_held == len(dataset):
         empty = "validation" if num_held == 0 else "training"
         raise RequestError(
-            f"dataset.validation_share={share} of {len(dataset):,} documents leaves the {empty} part empty; try a "
-            f"{'larger' if num_held == 0 else 'smaller'} share, more documents, or dataset.validation_path=FILE",
+            f"dataset.validation_share={share} of {counted(len(dataset), 'document')} leaves the {empty} part empty; "
+            f"try a {'larger' if num_held == 0 else 'smaller'} share, more documents, or dataset.validation_path=FILE",
             problem_id="validation-empty",
         )
     return dataset.select(np.flatnonzero(~held)), dataset.select(np.flatnonzero(held))

@@ -268,7 +268,7 @@ def _write_part(
     if counts.num_documents == 0:
         reasons = (counts.dropped + counts.skipped.reasons).most_common()
         raise DataError(
-            f"every document of the {folder.name} part was dropped ({counts.num_read:,} were read), because: "
+            f"every document of the {folder.name} part was dropped ({counts.num_read:,} read), because: "
             f"{'; '.join(f'{number:,} {reason}' for reason, number in reasons)}. training.max_length is "
             f"{settings.max_length:,} tokens: try a larger one, or dataset.overlong=split",
             problem_id="nothing-to-train-on",

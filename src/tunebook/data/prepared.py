@@ -33,7 +33,7 @@ ARROW_FILE = "documents.arrow"
 LENGTHS_FILE = "lengths.npy"
 
 _MOST_BINS = 20
-_COUNTERS = ("dropped", "contents", "notes")
+_COUNTERS = ("dropped", "contents", "added", "notes")
 
 
 @dataclass(kw_only=True)
@@ -51,6 +51,7 @@ class PartCounts:
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
     contents: Counter[str] = field(default_factory=Counter)  # documents with tools, calls of them, or reasoning
+    added: Counter[str] = field(default_factory=Counter)  # documents by a text that the chat template adds to them
     skipped: Skipped = field(default_factory=Skipped)  # unusable documents, not in num_read
     notes: Counter[str] = field(default_factory=Counter)  # documents by remark
     first: dict[str, str] = field(default_factory=dict)  # of each remark: the first document

@@ -29,6 +29,7 @@ _MEANINGFUL = frozenset({
     "completion_mask", "assistant_masks", "response_mask", "token_weights", "masked", "mask",
     "train_detail", "cu_seqlens", "segment_ids", "recipient",
 })  # fmt: skip
+_MEDIA = re.compile("image|audio|video")  # in a key
 
 
 @dataclass(kw_only=True)
@@ -64,10 +65,11 @@ class Skipped:
 class DocumentError(Exception):
     """One document cannot be used; the reader adds its place. Never leaves `tunebook.data`."""
 
-    def __init__(self, message: str, *, problem_id: str = "data-bad-document") -> None:
+    def __init__(self, message: str, *, problem_id: str = "data-bad-document", keys: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.problem_id = problem_id
+        self.keys = keys  # that are refused; training could go without them
 
 
 def type_name(value: object) -> str:
@@ -93,18 +95,27 @@ def is_empty(value: object) -> bool:
 class KeyAccount:
     """Checks the keys of the documents of one source, and counts those that no format reads.
 
-    `known`: keys that some format reads; `ignored`: `ignore_keys` of the source configured under `key`.
+    `known`: keys that only documents have; `ignored`: `ignore_keys` of the source configured under `key`.
     """
 
     def __init__(self, known: Collection[str] = (), ignored: Sequence[str] = (), key: str = "dataset") -> None:
         self.known = frozenset(known)
-        self._ignored = frozenset(ignored)
+        self._ignored = tuple(dict.fromkeys(ignored))
         self._key = key
         self._not_read: Counter[str] = Counter()  # documents or turns by key
 
     def without_ignored(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """A document or turn without the ignored keys."""
+        _refuse_marks(record, [key for key in record if key in self._ignored])
         return {key: value for key, value in record.items() if key not in self._ignored}
+
+    def ignoring(self, keys: Collection[str]) -> KeyAccount:
+        """An account that also ignores these keys."""
+        return KeyAccount(self.known, [*self._ignored, *keys], self._key)
+
+    def way_out(self) -> str:
+        """What to type for the keys that are ignored here."""
+        return f"correct the data, or type {self._key}.ignore_keys=[{','.join(self._ignored)}] to train without"
 
     def check(self, record: Mapping[str, Any], read: Collection[str], place: str = "the document") -> None:
         """Count the keys of a document or turn that are not `read`.
@@ -114,17 +125,34 @@ class KeyAccount:
         not_read = [key for key, value in record.items() if key not in read and value is not None]
         refused = [key for key in not_read if key.lower() in _MEANINGFUL and not is_empty(record[key])]
         if refused:
+            are, them = ("is", "it") if len(refused) == 1 else ("are", "them")
             raise DocumentError(
-                f"{' and '.join(map(repr, refused))} of {place} is not supported there, and training would leave it "
-                f"out; correct the data, or type {self._key}.ignore_keys=[{','.join(refused)}] to train without",
+                f"{' and '.join(map(repr, refused))} of {place} {are} not supported there, and training would leave "
+                f"{them} out",
                 problem_id="data-key-not-supported",
+                keys=refused,
             )
+        _refuse_marks(record, not_read)
         self._not_read.update(not_read)
 
     def notes(self) -> list[str]:
         """The note about keys that were not read, if there are any."""
         counts = ", ".join(f"{key} ({count:,})" for key, count in self._not_read.most_common())
         return [f"keys not read: {counts}"] if counts else []
+
+
+def _refuse_marks(record: Mapping[str, Any], left_out: Collection[str]) -> None:
+    """Raises: DocumentError if a text marks the place of an image, a sound or a video that is left out."""
+    for key in left_out:
+        media = _MEDIA.search(key.lower())
+        if media is None or is_empty(record[key]):
+            continue
+        if mark := re.search(rf"<\|?{media.group()}[\w|]*>", str(record), re.IGNORECASE):
+            raise DocumentError(
+                f"its text holds {mark.group()}, the place of what {key!r} names, which cannot be trained on; remove "
+                "such documents, or the mark from their texts",
+                problem_id="data-media",
+            )
 
 
 class DocumentProblems:
@@ -170,4 +198,6 @@ class DocumentProblems:
         lines += [f"  {place}: {error.message}" for place, error in self._shown]
         if self.num_problems > len(self._shown):
             lines.append(f"  and {self.num_problems - len(self._shown):,} more")
+        if self.num_documents:
+            lines.append("  To train on the others, type dataset.bad_documents=skip dataset.max_bad_share=1")
         raise DataError("\n".join(lines), problem_id=problem_id)

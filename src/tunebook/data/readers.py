@@ -88,7 +88,11 @@ def _array_within(value: dict[str, Any], keys: KeyAccount) -> Any:
         )
     if not names:
         return value
-    keys.check(keys.without_ignored(value), names, "the file")
+    try:
+        keys.check(keys.without_ignored(value), names, "the file")
+    except DocumentError as error:
+        message = f"{error.message}; {keys.ignoring(error.keys).way_out()}"
+        raise DocumentError(message, problem_id=error.problem_id) from error
     return value[names[0]]
 
 

@@ -18,7 +18,7 @@ from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
 from tunebook.data.files import find_files
-from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
+from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
 from tunebook.data.mixture import content_hashes, hold_out, mix
 from tunebook.data.problems import DocumentProblems, KeyAccount, Skipped
 from tunebook.data.readers import Record, read_records, without_nulls
@@ -109,7 +109,7 @@ class _Loader:
             template_kwargs=source.chat_template_kwargs,
             fields=field_templates(source, key),
         )
-        return Normalizer(source.format, settings, KeyAccount(known_columns(settings), source.ignore_keys, key))
+        return Normalizer(source.format, settings, KeyAccount(document_keys(settings), source.ignore_keys, key))
 
     def _write(
         self, parts: Sequence[_Part], normalizer: Normalizer, limit: int | None, file: Path, location: str
@@ -215,9 +215,9 @@ def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | No
             notes.append(f"dataset.{key} is not used: the documents are of kind {train.kind.value}, without turns")
     hashes = content_hashes(train.dataset)
     if repeated := len(hashes) - len(np.unique(hashes)):
-        notes.append(f"{repeated:,} of {len(hashes):,} documents repeat an earlier one")
+        notes.append(f"documents that repeat an earlier one: {repeated:,} of {len(hashes):,}")
     if validation and (shared := int(np.isin(content_hashes(validation.dataset), hashes).sum())):
-        notes.append(f"{shared:,} of {len(validation.dataset):,} validation documents are trained on too")
+        notes.append(f"validation documents that are also trained on: {shared:,} of {len(validation.dataset):,}")
     return notes
 
 

@@ -37,11 +37,11 @@ class SpecialTokens:
         added = sorted(tokenizer.added_tokens_decoder.items())
         self._names = [token.content for number, token in added if token.special or number in stops]
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._pattern = any_of(self._names)
+        self.any = any_of(self._names)
 
     def first_in(self, text: str) -> str | None:
         """The first special token whose text is in `text`; None if there is none."""
-        match = self._pattern.search(text)
+        match = self.any.search(text)
         return None if match is None else match.group()
 
     def hide(self, content: str, names: Collection[str] | None = None) -> str:
@@ -55,7 +55,7 @@ class SpecialTokens:
                 "for such text here; remove one of them",
                 problem_id="special-token-in-content",
             )
-        pattern = self._pattern if names is None else any_of([name for name in names if name in self._numbers])
+        pattern = self.any if names is None else any_of([name for name in names if name in self._numbers])
         return pattern.sub(lambda match: chr(_HIDDEN + self._numbers[match.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
@@ -69,7 +69,7 @@ class SpecialTokens:
         """
         if not _PLACEHOLDERS.search(text):
             return self._backend.encode(text, add_special_tokens=False), list(spans)
-        written = re.compile(f"{self._pattern.pattern}|{_PLACEHOLDERS.pattern}")
+        written = re.compile(f"{self.any.pattern}|{_PLACEHOLDERS.pattern}")
         renamed, moved = _substitute(written, text, spans, self._renamed)
         return self.plain_backend.encode(renamed, add_special_tokens=False), moved
 
@@ -106,7 +106,7 @@ class SpecialTokens:
             raise RequestError(
                 "dataset.special_tokens_in_content: this tokenizer cannot distinguish a special token from text of "
                 "the same spelling; type dataset.special_tokens_in_content=keep to take such text for the token, or "
-                "=refuse",
+                "dataset.special_tokens_in_content=refuse",
                 problem_id="special-token-in-content",
             )
         return renamed

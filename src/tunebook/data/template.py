@@ -10,23 +10,27 @@ is an error (`find_missing`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.book import CHATML_TEMPLATE, TRAINING_TEMPLATE
 from tunebook.data.conversation import Conversation, Messages, Part, TemplateForm, find_missing
 from tunebook.data.special_tokens import Span, SpecialTokens, any_of
+from tunebook.data.turns import ROLES
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
 from tunebook.model.tokenizer import stop_token_ids
-from tunebook.model.tokenizer_files import GENERATION_MARKER
+from tunebook.model.tokenizer_files import GENERATION_MARKER, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TEXT = re.compile(r"[#*-]* *\w")  # the beginning of a line that is text and not a mark or JSON
 _MOST_SHOWN = 40  # characters of a turn in a message
-_OTHER_TEMPLATE = "model.chat_template=FILE, or model.chat_template=training for TRL's training version of this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,9 @@ class Rendered:
     text: str
     spans: list[Span]
     num_rewritten: int = 0  # assistant turns left out: the template changes them if more turns follow
+    added: tuple[
+        str, ...
+    ] = ()  # texts before the first question that the template writes and the document does not say
     leaves_out: bool = False  # parts of earlier answers that are not trained on, as templates do by design
     special: str | None = None  # the first special token with hidden text in a turn
 
@@ -89,6 +96,7 @@ class ConversationRenderer:
         self._stop = any_of(self._stop_tokens)
         self.special = SpecialTokens(tokenizer)
         self._form = TemplateForm(self._template, lambda messages, tools: self._render_messages(messages, tools)[0])
+        self._added_lines = cache(self._find_added_lines)
 
     def prompt(self, conversation: Conversation) -> str:
         """A conversation as text, with the prompt for the assistant's answer.
@@ -119,8 +127,9 @@ class ConversationRenderer:
         missing = find_missing(hidden, text)
         answers = _assistant_turns(messages)
         self._check(missing, hidden, origin, answers[-1:])
+        added = self._added(hidden, text)
         if not has_spans:
-            return Rendered(text=text, spans=[], special=special, leaves_out=bool(missing))
+            return Rendered(text=text, spans=[], added=added, special=special, leaves_out=bool(missing))
         trained = [turn for turn in answers if messages[turn]["train"]]
         located = self._marked(hidden, trained, text, missing, _joined(marks), origin)
         if located is None:
@@ -130,8 +139,8 @@ class ConversationRenderer:
             raise DataError(
                 f"{origin}: the assistant's last turn cannot be found in what the chat template writes: this does not "
                 "begin with what it writes as the prompt for that turn. Name a template that marks the assistant's "
-                f"words with {{% generation %}} ... {{% endgeneration %}}: {_OTHER_TEMPLATE}, or train on every token "
-                "with dataset.train_on=everything",
+                f"words with {{% generation %}} ... {{% endgeneration %}}: {_other_template(self._template)}, or "
+                "train on every token: dataset.train_on=everything",
                 problem_id="assistant-not-found",
             )
         self._check(missing, hidden, origin, spans)
@@ -139,6 +148,7 @@ class ConversationRenderer:
             text=text,
             spans=list(spans.values()),
             num_rewritten=len(trained) - len(spans),
+            added=added,
             leaves_out=bool(missing),
             special=special,
         )
@@ -165,6 +175,37 @@ class ConversationRenderer:
             problem_id="special-token-in-content",
         )
 
+    def _added(self, conversation: Conversation, text: str) -> tuple[str, ...]:
+        """What the template writes of its own before the first question: always, and for tools."""
+        has_system = conversation.messages[0]["role"] == "system"
+        kwargs = json.dumps(conversation.template_kwargs)
+        always = self._added_lines(has_system, False, kwargs)
+        for_tools = self._added_lines(has_system, True, kwargs) if conversation.tools else []
+        groups = (always, [line for line in for_tools if line not in always])
+        return tuple(" ".join(lines) for lines in groups if lines and all(line in text for line in lines))
+
+    def _find_added_lines(self, has_system: bool, has_tools: bool, kwargs: str) -> list[str]:
+        """The lines before the first question, but for marks of turns, in a conversation whose texts are all known."""
+        talk = [("system", "zqsystem")] * has_system
+        talk += [("user", "zqfirst"), ("assistant", "zqanswer"), ("user", "zqsecond"), ("assistant", "zqlast")]
+        function = {"name": "zqtool", "description": "zqabout", "parameters": {"type": "object", "properties": {}}}
+        probe = Conversation(
+            messages=[{"role": role, "content": content} for role, content in talk],
+            tools=[{"type": "function", "function": function}] if has_tools else None,
+            template_kwargs=json.loads(kwargs),
+        )
+        try:
+            text = self._render(probe)[0]
+        except Exception:  # templates raise anything; this conversation may be one that this one refuses
+            return []
+        start, _, rest = text.partition("zqfirst")
+        before_second = rest.partition("zqanswer")[2].partition("zqsecond")[0]
+        mark = commonprefix([start[::-1], before_second[::-1]])  # noqa: RUF071  of a user's turn, backwards
+        start = self.special.any.sub("\n", start.removesuffix(mark[::-1])).replace("zqsystem", "\n")
+        before_tools, tool, _ = start.partition("zq")
+        lines = [line.strip() for line in before_tools.splitlines()[: -1 if tool else None]]
+        return [line for line in lines if _TEXT.match(line) and _letters(line) not in ROLES]
+
     def _check(
         self, missing: Sequence[Part], conversation: Conversation, origin: str, trained: Collection[int]
     ) -> None:
@@ -178,8 +219,8 @@ class ConversationRenderer:
                 what = "the tools" if part.what == "tools" else f"the calls of turn {part.turn + 1}, or not all of them"
                 raise DataError(
                     f"{origin}: the chat template does not write {what}, so the model would be trained on another "
-                    "conversation. Name a template that does, such as model.chat_template=trl:qwen2_5_training (for "
-                    "ChatML's tokens)",
+                    "conversation. Name a template that does: model.chat_template=chatml, trl:NAME for one of TRL's, "
+                    "or a Jinja file",
                     problem_id="template-without-tools",
                 )
             if role != "assistant" or part.turn in trained:
@@ -189,7 +230,7 @@ class ConversationRenderer:
                 raise DataError(
                     f"{origin}: the chat template does not write {'the reasoning of ' if is_reasoning else ''}turn "
                     f"{part.turn + 1} ({role}): {shown!r}, so the model would be trained on another conversation. Name "
-                    "a template that writes it with model.chat_template=FILE, or "
+                    f"a template that writes it: {_other_template(self._template)}, or "
                     + ("train without it: dataset.reasoning=drop" if is_reasoning else "change the document"),
                     problem_id="template-leaves-out",
                 )
@@ -252,7 +293,7 @@ class ConversationRenderer:
             raise DataError(
                 f"{origin}: the chat template writes {stop.group()}, which ends generation, before the answer ends, so "
                 "the model would never learn the answer. Name only a token that ends a turn with model.eos_token, or "
-                f"another template: {_OTHER_TEMPLATE}",
+                f"another template: {_other_template(self._template)}",
                 problem_id="eos-not-trained",
             )
         return stop.end()
@@ -261,7 +302,8 @@ class ConversationRenderer:
         return DataError(
             f"{origin}: the assistant's turn as the chat template writes it (ending with {written[-40:]!r}) has no "
             f"token that ends generation ({', '.join(sorted(self._stop_tokens))}), so the model would never learn to "
-            f"stop; name the token that ends a turn: model.eos_token=TOKEN, or another template: {_OTHER_TEMPLATE}",
+            "stop; name the token that ends a turn: model.eos_token=TOKEN, or another template: "
+            f"{_other_template(self._template)}",
             problem_id="eos-not-trained",
         )
 
@@ -295,9 +337,22 @@ class ConversationRenderer:
             roles = ", ".join(message["role"] for message in conversation.messages)
             raise DataError(
                 f"{origin}: the chat template refuses this conversation ({roles}): {error}; change the conversation, "
-                "or name a template that takes it with model.chat_template=FILE",
+                f"or name a template that takes it: {_other_template(self._template)}",
                 problem_id="chat-template-refuses",
             ) from error
+
+
+def _other_template(template: str) -> str:
+    """What to type for a template other than this one: TRL's training version, if it has one."""
+    try:
+        read_chat_template(TRAINING_TEMPLATE, template)
+    except RequestError:
+        return f"model.chat_template={CHATML_TEMPLATE}, or FILE"
+    return f"model.chat_template={TRAINING_TEMPLATE} (TRL's training version), or FILE"
+
+
+def _letters(line: str) -> str:
+    return "".join(filter(str.isalpha, line)).lower()
 
 
 def _assistant_turns(messages: Messages) -> list[int]:

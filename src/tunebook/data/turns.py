@@ -237,7 +237,8 @@ def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool
         where = "turns of the completion" if is_prompt else "assistant turns"
         raise DocumentError(
             f"turn {number} ({role}) asks to be trained on, but only {where} can be; remove '{next(iter(flags))}' "
-            "from it (dataset.train_on=everything trains on every token)"
+            "from it, or train on every token of every document: dataset.train_on=everything dataset.ignore_keys="
+            f"[{','.join(flags)}]"
         )
     return can_be and all(flags.values())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -18,6 +19,7 @@ from rich.text import Text
 from tunebook.data.corpus import IGNORED_LABEL, Row, SourceRecord
 from tunebook.data.encode import num_shared
 from tunebook.data.prepared import Prepared, PreparedPart
+from tunebook.errors import counted
 from tunebook.terminal import print_lines, print_text
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 TRAINED_STYLE = "black on green"
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MANY_CUT_ANSWERS = 0.01  # of documents
+_MOST_ADDED = 100  # characters shown of what a chat template adds
 _MOST_TOKENS = 1500  # shown of one sample: tools alone may take 500
 # Data must not move the cursor or change colors: control characters are shown as symbols.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
@@ -51,7 +54,7 @@ def show_prepared(
 
 def _source_line(record: SourceRecord) -> str:
     version = record.revision or (f"sha256 {record.sha256[:12]}" if record.sha256 else "generated")
-    return f"  {record.location}: {record.format}, {record.num_documents:,} documents, {version}"
+    return f"  {record.location}: {record.format}, {counted(record.num_documents, 'document')}, {version}"
 
 
 def summary_lines(prepared: Prepared) -> list[str]:
@@ -61,7 +64,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
         counts = part.counts
         contents = [f", {count:,} {name}" for name, count in sorted(counts.contents.items())]
         lines.append(
-            f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens (mean "
+            f"  {name}: {counted(counts.num_documents, 'document')} of {counts.num_tokens:,} tokens (mean "
             f"{counts.num_tokens / counts.num_documents:,.1f}), "
             f"{_with_share(counts.num_trained_tokens, counts.num_tokens)} trained on{''.join(contents)}"
         )
@@ -78,6 +81,11 @@ def summary_lines(prepared: Prepared) -> list[str]:
                     "dataset.overlong=drop or split"
                 )
             lines.append(f"    {text}")
+        lines += [
+            f"    the chat template adds to {count:,} of {counted(counts.num_read, 'document')}: "
+            f'"{shorten(text, _MOST_ADDED, placeholder="...")}"'
+            for text, count in counts.added.most_common()
+        ]
         skipped = counts.skipped
         lines += [f"    {count:,} left out: {skipped.first[reason]}" for reason, count in skipped.reasons.most_common()]
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
@@ -91,7 +99,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
 def histogram_lines(name: str, part: PreparedPart) -> list[str]:
     """The number of documents of each length."""
     edges, counts = part.counts.lengths["edges"], part.counts.lengths["counts"]
-    lines = [f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
+    lines = [f"Tokens of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
     for start, end, count in zip(edges, edges[1:], counts, strict=False):
         last = min(end - 1, part.counts.longest)
         label = f"{start:,}" if last == start else f"{start:,} to {last:,}"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import (
-    BOOK_PREFIX,
     CHATML_TEMPLATE,
     LIBRARY_PREFIX,
     TRAINING_TEMPLATE,
@@ -29,7 +28,7 @@ from tunebook.errors import RequestError, did_you_mean
 from tunebook.model.hub import fetch_files
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-_CHATML_FILE = f"{BOOK_PREFIX}recipes/quickstart/model/chat_template.jinja"
+_CHATML_NAME = f"{LIBRARY_PREFIX}qwen3_instruct_2507_training"  # it writes tools, and no system prompt of its own
 _TRAINING_SUFFIX = "_training"
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # One of these is required: from config.json alone transformers would silently make a tokenizer with one token.
@@ -127,9 +126,11 @@ def read_chat_template(text: str, own: str | None = None) -> str:
     """
     if text == TRAINING_TEMPLATE:
         return _training_version(own)
+    if text == CHATML_TEMPLATE:
+        text = _CHATML_NAME
     if text.startswith(LIBRARY_PREFIX):
         return _from_library(text)
-    path = resolve_path(_CHATML_FILE if text == CHATML_TEMPLATE else text)
+    path = resolve_path(text)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -173,7 +174,7 @@ def _training_version(own: str | None) -> str:
                 return own
     raise RequestError(
         f"model.chat_template={TRAINING_TEMPLATE}: TRL {version('trl')} has no training version of this tokenizer's "
-        f"template, which it compares letter by letter. It has versions for: {', '.join(trained)}; name one whose "
-        f"control tokens the tokenizer has, such as model.chat_template=trl:qwen3_training, or a file of your own",
+        f"template, which it compares letter by letter; type model.chat_template={CHATML_TEMPLATE}, name a file, or "
+        "leave it out to use the tokenizer's own",
         problem_id="chat-template-not-found",
     )

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tunebook.config.schema import EvaluationConfig
+from tunebook.errors import counted
 from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
 from tunebook.evaluate.results import mean_with_error
 from tunebook.evaluate.sandbox.run import LIMITS, version
@@ -96,7 +97,7 @@ def _execute(samples: Sequence[Sample], report: Callable[[str], None]) -> dict[s
         for sample in samples
     ]
     started, sandbox = time.monotonic(), open_sandbox()
-    report(f"{len(programs)} programs are executed in the sandbox: {sandbox.name}")
+    report(f"executing {counted(len(programs), 'program')} in the sandbox: {sandbox.name}")
     outcomes = track(
         run_programs(programs, sandbox),
         total=len(programs),
@@ -108,7 +109,7 @@ def _execute(samples: Sequence[Sample], report: Callable[[str], None]) -> dict[s
         sample.last_lines, sample.seconds = outcome.last_lines, outcome.seconds
     seconds = time.monotonic() - started
     statuses = ", ".join(f"{number} {status}" for status, number in count_statuses(samples).items())
-    report(f"of {len(samples)} samples: {statuses}; {seconds:.1f} s")
+    report(f"of {counted(len(samples), 'sample')}: {statuses}; {seconds:.1f} s")
     return {"backend": sandbox.name, "runner_version": version(), "limits": LIMITS, "seconds": round(seconds, 1)}
 
 
