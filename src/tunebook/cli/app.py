@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -59,13 +59,14 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
     Raises: RequestError for an unknown key, with the nearest, a key that is set twice, and two that exclude each other.
     """
     typed: dict[str, str] = {}
+    listed = ", ".join(f"{key}=" for key in known)
     for word in words or []:
         key, has_value, value = word.partition("=")
         if not has_value:
             key, value = known[0], word
         if key not in known:
             raise RequestError(
-                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
+                f"there is no setting '{key}' here.{did_you_mean(key, known, f'Settings: {listed}')}",
                 problem_id="unknown-key",
             )
         if key in typed:
@@ -375,6 +376,21 @@ def _end_with(error: TunebookError, errors: Console) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def _usage_error(error: Any) -> RequestError:
+    """An error of Typer about the words of a command, in our style."""
+    from tunebook.config.foreign import instead_of
+
+    message = error.format_message().rstrip(".")
+    if hasattr(error, "possibilities"):  # an unknown option
+        setting = error.option_name.lstrip("-").replace("-", "_")
+        hint = did_you_mean(error.option_name, error.possibilities or [])
+        instead = instead_of(setting) or "a setting is typed without dashes, such as training.seed=1"
+        message = f"there is no option '{error.option_name}'{f'.{hint}' if hint else f'; {instead}'}"
+    elif error.ctx is not None and "Did you mean" not in message:
+        message += f". Help: {error.ctx.command_path} --help"
+    return RequestError(message[:1].lower() + message[1:], problem_id="usage")
+
+
 def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -393,15 +409,11 @@ def main() -> None:
         if isinstance(error, OSError) and is_disk_full(error):
             errors.print(Text(f"error: no space is left to write: {error}", style="red"))
             sys.exit(DoesNotFitError.exit_code)
-        if not hasattr(error, "show"):  # a usage error has it
+        if not hasattr(error, "format_message"):  # a usage error of Typer has it
             raise
-        error.show()
-        if option := getattr(error, "option_name", None):
-            from tunebook.config.foreign import instead_of
-
-            instead = instead_of(option.lstrip("-").replace("-", "_")) or ", such as training.seed=1"
-            errors.print(Text(f"A setting is typed without dashes{instead}"))
-        sys.exit(RequestError.exit_code)
+        if error.format_message():
+            _end_with(_usage_error(error), errors)
+        sys.exit(RequestError.exit_code)  # of `tunebook` alone, which has printed its help
     if code == _TYPER_INTERRUPTED:
         errors.print(Text("interrupted", style="red"))
         sys.exit(StoppedError.exit_code)

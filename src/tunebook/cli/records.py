@@ -162,12 +162,12 @@ def explain(
     id: Annotated[
         str,
         typer.Argument(
-            metavar="RULE|NAME",
-            help="A rule's id, which its message ends with (`all` lists them), or another tool's name: lora_r.",
+            metavar="NAME",
+            help="A setting, a group of settings or a rule (`all` lists groups and rules), or another tool's name.",
         ),
     ],
 ) -> None:
-    """Say what a rule refuses and why, or what a key of another tool is here."""
+    """Say what a setting means, what a rule refuses and why, or what a key of another tool is here."""
     from tunebook.commands.explain import explain as text_of
 
     print_text(text_of(id), make_console())

@@ -87,6 +87,6 @@ def _wrong_defaults(file: Path, written: str, guess: str = "") -> RequestError:
     return RequestError(
         f"{file}: '{written}' is not how a recipe is put together; its defaults list other recipes, such as "
         "'- quickstart', and choices of groups, such as '- override /model: qwen25_05b', and end with '- _self_'."
-        f"{guess} Groups: {', '.join(GROUPS)}",
+        f"{guess}",
         problem_id="recipe-defaults",
     )
