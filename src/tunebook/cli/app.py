@@ -118,7 +118,7 @@ def train(
 @app.command()
 def plan(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")] = False,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
     ] = False,
@@ -162,7 +162,7 @@ def plan(
 @app.command()
 def doctor(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")] = False,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks, and check RECIPE; each with its fix."""
@@ -209,7 +209,8 @@ def evaluate(
         ),
     ] = "",
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
+        int | None,
+        typer.Option("--processes", min=1, help="Processes that share the requests; if unset, one for each GPU."),
     ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -279,7 +280,7 @@ def chat(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="0: always the likeliest token; 0.7 is usual for variety.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn at a temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for a temperature above 0.")] = 0,
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
@@ -324,7 +325,7 @@ def sweep(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Of a search's proposals; if unset, 0.")
+        int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Random seed of a search; if unset, 0.")
     ] = None,
     prune: Annotated[
         int | None,

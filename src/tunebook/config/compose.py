@@ -189,8 +189,8 @@ def _typed(tree: DictConfig, layers: list[Layer]) -> RunConfig:
     if secret:
         raise RequestError(
             f"{secret[0]} holds a secret, and a configuration is written to run.yaml, manifest.json and the report. "
-            "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others on the machines of "
-            "the run",
+            "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others as variables on the "
+            "machines of the run",
             problem_id="secret-in-configuration",
         )
     return config
