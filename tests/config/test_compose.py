@@ -50,7 +50,7 @@ def test_a_choice_brings_its_own_keys():
         ("training.max_length=abc", "wrong-type", "training.max_length: "),
         ("precision.compute=bf17", "wrong-type", "Did you mean 'bf16'?"),
         ("training=4", "wrong-type", "4"),
-        ("evaluation.tasks=abc", "wrong-type", "A list is typed [a,b]"),
+        ("evaluation.tasks=abc", "wrong-type", "a list is typed [a,b]"),
         ("dataset.parts.chat=a.jsonl", "wrong-type", "dataset.parts.chat: "),
         ("peft.rank_pattern={q_proj: wide}", "wrong-type", "peft.rank_pattern.q_proj: "),
         ("title=${training.sed}", "wrong-type", "Did you mean 'training.seed'?"),

@@ -74,7 +74,7 @@ def _findings_of(draft: Draft) -> Iterator[Finding]:
     """Yield what is wrong with the named run; one finding if nothing is."""
     yield from map(finding_of, draft.problems)
     for error in [draft.error] if draft.error else draft.shortcomings:
-        fix = "change the request as said above"
+        fix = "change the request as the error says"
         yield Finding(id=error.problem_id or "recipe", what=error.message, fix=fix, is_error=True)
     if draft.exit_code == 0:
         config = draft.config

@@ -15,6 +15,16 @@ from tunebook.config.recipe_files import group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS
 from tunebook.errors import RequestError, did_you_mean, first_line, nearest
 
+# What OmegaConf says of a wrong value, in our words.
+_PLAIN = (
+    (r"Value '(.*?)'.* to Integer", "'{}' is not a whole number"),
+    (r"Value '(.*?)'.* to Float", "'{}' is not a number"),
+    (r"Value '(.*?)' is not a valid bool", "'{}' is neither true nor false"),
+    (r"not a ListConfig", "a list is typed [a,b]"),
+    (r"Cannot assign .* to Dict", "a mapping is typed {{name: value}}"),
+    (r"Merge error: .* is not a subclass of", "this is a group of settings; type one of its keys"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -51,8 +61,9 @@ def wrong_value(error: Exception, layer: Layer, groups: dict[str, str]) -> Reque
         text = f"there is no '{match[1]}'.{did_you_mean(match[1], choices, f'Type one of: {match[2]}')}"
     elif match := re.search(r"Interpolation key '(.*)' not found", text):
         text += f".{did_you_mean(match[1], all_keys())}"
-    elif "not a ListConfig" in text:
-        text += " A list is typed [a,b]."
+    else:
+        found = ((re.search(pattern, text), plain) for pattern, plain in _PLAIN)
+        text = next((plain.format(*match.groups()) for match, plain in found if match), text)
     return RequestError(f"{layer.place}: {f'{key}: ' if key else ''}{text}", problem_id="wrong-type")
 
 

@@ -60,7 +60,8 @@ def _read(file: Path) -> RecipeFile:
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise RequestError(f"{place}: this is not YAML: {first_line(error)}", problem_id="recipe-not-yaml") from error
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise RequestError(f"{place}: this is not YAML: {problem}", problem_id="recipe-not-yaml") from error
     if not isinstance(node, DictConfig):
         raise RequestError(f"{file}: a recipe is a mapping of keys to values", problem_id="recipe-not-yaml")
     body: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]
