@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from textwrap import wrap
+from textwrap import fill
 
 from tunebook.config.descriptions import Description, Section, sections
 from tunebook.config.foreign import instead_of, names
@@ -19,7 +19,7 @@ def explain(name: str) -> str:
     """
     rules = {rule.id: rule for rule in RULES}
     if name == "all":
-        groups = [f"  {key}: {section.meaning}" for key, section in sections().items() if key]
+        groups = [_entry(f"{key}: {section.meaning}") for key, section in sections().items() if key]
         return "\n".join(["Groups of settings", *groups, "", "Rules", *(f"  {id}" for id in sorted(rules))])
     if name in rules:
         rule = rules[name]
@@ -37,15 +37,22 @@ def explain(name: str) -> str:
 
 
 def _section(section: Section) -> str:
-    choices = [f"  {choice}: {meaning}" for choice, meaning in section.choices.items()]
-    heading = [f"{section.name}: {section.meaning}"]
-    listed = [f"{section.name}=CHOICE, one of", *choices] if choices else []
-    return "\n\n".join(["\n".join(part) for part in (heading, listed) if part] + list(map(_setting, section.settings)))
+    choices = [_entry(f"{choice}: {meaning}") for choice, meaning in section.choices.items()]
+    listed = ["\n".join([f"{section.name}=CHOICE, one of", *choices])] if choices else []
+    heading = fill(f"{section.name}: {section.meaning}", _WIDTH)
+    return "\n\n".join([heading, *listed, *map(_setting, section.settings)])
 
 
 def _setting(setting: Description) -> str:
     only = f" ({', '.join(setting.choices)})" if setting.choices else ""
     unit = f"; unit: {setting.unit}" if setting.unit else ""
     facts = f"default: {setting.default}; values: {setting.values}{unit}"
-    lines = [*wrap(setting.meaning, _WIDTH - 4), *wrap(facts, _WIDTH - 4)]
-    return "\n".join([f"{setting.key}{only}", *(f"    {line}" for line in lines)])
+    return "\n".join([f"{setting.key}{only}", _paragraph(setting.meaning), _paragraph(facts)])
+
+
+def _paragraph(text: str) -> str:
+    return fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _entry(text: str) -> str:
+    return fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
