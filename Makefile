@@ -55,7 +55,7 @@ eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another:
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)
 
-explain:  ## What a rule refuses and why: ARGS=<its id>, or all of them
+explain:  ## What a setting, a group or a rule means: ARGS=training.max_length; without ARGS, which there are
 	$(FRONT) run explain $(or $(value ARGS),all)
 
 env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this

@@ -128,7 +128,8 @@ def nearest(word: str, known: Iterable[str], *, least_alike: float = 0.6) -> str
     return by_lower[matches[0]] if matches else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest known spelling, or an empty string."""
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """` Did you mean 'x'?` for the closest known spelling; if none is close, the sentence `otherwise`."""
     match = nearest(word, known)
-    return f" Did you mean '{match}'?" if match else ""
+    hint = f"Did you mean '{match}'?" if match else otherwise
+    return f" {hint}" if hint else ""

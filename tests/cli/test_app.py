@@ -65,7 +65,7 @@ def test_one_thing_is_printed_of_a_plan(run, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train", "--learning-rate", "1e-4"), "typed without dashes; type optimizer.learning_rate=VALUE"),
+        (("train", "--learning-rate", "1e-4"), "type optimizer.learning_rate=2e-5"),
         (("train", "--max_stps", "3"), "typed without dashes, such as training.seed=1"),
         (("tain", "quickstart"), "'train'"),
     ],

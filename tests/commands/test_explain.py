@@ -1,4 +1,4 @@
-"""`tunebook explain` prints why a rule exists."""
+"""`tunebook explain` prints why a rule exists and what a setting means."""
 
 from __future__ import annotations
 
@@ -16,11 +16,30 @@ def test_a_rule_says_what_it_refuses_and_why(rule):
     assert why.startswith(("Refuse ", "Require ", "Allow ") if rule.is_error else "Warn ")
 
 
-def test_all_lists_the_rules():
-    assert explain("all").splitlines() == sorted(rule.id for rule in RULES)
+def test_a_setting_has_its_default_values_and_unit():
+    key, _, facts = explain("training.max_steps").splitlines()
+    assert key == "training.max_steps"
+    assert facts.split("; ") == ["    default: null", "values: whole number, at least 1, null", "unit: optimizer steps"]
 
 
-def test_an_unknown_name_suggests_the_nearest_rule():
-    with pytest.raises(RequestError, match=r"no rule 'bf16-on-volat'.*Did you mean 'bf16-on-volta'") as caught:
-        explain("bf16-on-volat")
+def test_a_group_has_its_choices_and_its_settings():
+    text = explain("optimizer")
+    assert "\n  muon: " in text and "\noptimizer.beta1\n" in text
+
+
+def test_all_lists_groups_and_rules():
+    listed = [line.strip().partition(":")[0] for line in explain("all").splitlines()]
+    assert {"training", "evaluation.code", "bf16-on-volta"} <= set(listed)
+
+
+def test_a_name_of_another_tool_is_answered():
+    assert explain("lora_r") == "lora_r is peft.rank: type peft=lora peft.rank=16"
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("bf16-on-volat", "bf16-on-volta"), ("training.global_sampels", "training.global_samples")]
+)
+def test_an_unknown_name_suggests_the_nearest(word, near):
+    with pytest.raises(RequestError, match=f"Did you mean '{near}'") as caught:
+        explain(word)
     assert caught.value.problem_id == "unknown-id"

@@ -74,7 +74,7 @@ def test_a_named_file_is_taken(evidence: Path, make_run: MakeRun, project_root: 
     assert run_command(make_run(), against=moved)[0] == 0
     with pytest.raises(DataError, match="does not exist"):
         run_command(make_run(), against=evidence)
-    with pytest.raises(RequestError, match="of other settings than"):
+    with pytest.raises(RequestError, match="the nearest evidence"):
         run_command(make_run(), against=project_root / "recipes/zero1_lora/evidence/hopper-4-random_weights.json")
 
 

@@ -106,8 +106,9 @@ def test_an_unknown_run_lists_those_there_are(tmp_path: Path) -> None:
         resolve_run("latest", tmp_path)
     assert error.value.problem_id == "unknown-run"
     runs = [make_run(tmp_path, "quickstart", second) for second in range(10)]
-    for name in ("quickstrat", "quick*"):  # no pattern
-        with pytest.raises(RequestError, match=f"{runs[-1].name}, quickstart/{runs[-2].name}"):
+    newest = f"The newest runs are quickstart/{runs[-1].name}, quickstart/{runs[-2].name}"
+    for name, answer in (("quickstrat", "Did you mean 'quickstart'"), ("q*", newest)):  # no pattern
+        with pytest.raises(RequestError, match=answer):
             resolve_run(name, tmp_path)
     assert find_runs(tmp_path, "[q]uickstart") == []
 

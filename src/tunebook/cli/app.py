@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -59,13 +59,14 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
     Raises: RequestError for an unknown key, with the nearest, a key that is set twice, and two that exclude each other.
     """
     typed: dict[str, str] = {}
+    listed = ", ".join(f"{key}=" for key in known)
     for word in words or []:
         key, has_value, value = word.partition("=")
         if not has_value:
             key, value = known[0], word
         if key not in known:
             raise RequestError(
-                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
+                f"there is no setting '{key}' here.{did_you_mean(key, known, f'Settings: {listed}')}",
                 problem_id="unknown-key",
             )
         if key in typed:
@@ -117,7 +118,7 @@ def train(
 @app.command()
 def plan(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")] = False,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
     ] = False,
@@ -161,7 +162,7 @@ def plan(
 @app.command()
 def doctor(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")] = False,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks, and check RECIPE; each with its fix."""
@@ -208,7 +209,8 @@ def evaluate(
         ),
     ] = "",
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
+        int | None,
+        typer.Option("--processes", min=1, help="Processes that share the requests; if unset, one for each GPU."),
     ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -278,7 +280,7 @@ def chat(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="0: always the likeliest token; 0.7 is usual for variety.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn at a temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for a temperature above 0.")] = 0,
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
@@ -323,7 +325,7 @@ def sweep(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Of a search's proposals; if unset, 0.")
+        int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Random seed of a search; if unset, 0.")
     ] = None,
     prune: Annotated[
         int | None,
@@ -375,6 +377,21 @@ def _end_with(error: TunebookError, errors: Console) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def _usage_error(error: Any) -> RequestError:
+    """An error of Typer about the words of a command, in our style."""
+    from tunebook.config.foreign import instead_of
+
+    message = error.format_message().rstrip(".")
+    if hasattr(error, "possibilities"):  # an unknown option
+        setting = error.option_name.lstrip("-").replace("-", "_")
+        hint = did_you_mean(error.option_name, error.possibilities or [])
+        instead = instead_of(setting) or "a setting is typed without dashes, such as training.seed=1"
+        message = f"there is no option '{error.option_name}'{f'.{hint}' if hint else f'; {instead}'}"
+    elif error.ctx is not None and "Did you mean" not in message:
+        message += f". Help: {error.ctx.command_path} --help"
+    return RequestError(message[:1].lower() + message[1:], problem_id="usage")
+
+
 def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -393,15 +410,11 @@ def main() -> None:
         if isinstance(error, OSError) and is_disk_full(error):
             errors.print(Text(f"error: no space is left to write: {error}", style="red"))
             sys.exit(DoesNotFitError.exit_code)
-        if not hasattr(error, "show"):  # a usage error has it
+        if not hasattr(error, "format_message"):  # a usage error of Typer has it
             raise
-        error.show()
-        if option := getattr(error, "option_name", None):
-            from tunebook.config.foreign import instead_of
-
-            instead = instead_of(option.lstrip("-").replace("-", "_")) or ", such as training.seed=1"
-            errors.print(Text(f"A setting is typed without dashes{instead}"))
-        sys.exit(RequestError.exit_code)
+        if error.format_message():
+            _end_with(_usage_error(error), errors)
+        sys.exit(RequestError.exit_code)  # of `tunebook` alone, which has printed its help
     if code == _TYPER_INTERRUPTED:
         errors.print(Text("interrupted", style="red"))
         sys.exit(StoppedError.exit_code)

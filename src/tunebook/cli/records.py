@@ -33,7 +33,9 @@ def report(
 @records_app.command()
 def verify(
     runs: Annotated[list[str], typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
-    record: Annotated[bool, typer.Option("--record", help="Write evidence from repeated runs of the same.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record evidence from two or more runs of the same recipe.")
+    ] = False,
     label: Annotated[str | None, typer.Option("--label", help="With --record: the end of the file's name.")] = None,
     against: Annotated[
         Path | None, typer.Option("--against", exists=True, help="One evidence file to compare with.")
@@ -85,7 +87,7 @@ def reproduce(
 @records_app.command()
 def diff(
     one: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a recipe for its newest run.")],
-    other: Annotated[str, typer.Argument(metavar="RUN", help="Another.")],
+    other: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -100,7 +102,11 @@ def export(
     run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
     checkpoint: Annotated[
         str | None,
-        typer.Option("--checkpoint", metavar="STEP", help="If unset, the trained model, or the newest."),
+        typer.Option(
+            "--checkpoint",
+            metavar="STEP",
+            help="The checkpoint of this step; if unset, the trained model or the newest checkpoint.",
+        ),
     ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", help="The folder to make; if unset, exports/<name> in the run folder.")
@@ -108,7 +114,9 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option("--dtype", help="If unset, the base model's; an adapter's own."),
+        typer.Option(
+            "--dtype", help="Number format of the weights; if unset, the base model's, or that of the adapter."
+        ),
     ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -162,12 +170,12 @@ def explain(
     id: Annotated[
         str,
         typer.Argument(
-            metavar="RULE|NAME",
-            help="A rule's id, which its message ends with (`all` lists them), or another tool's name: lora_r.",
+            metavar="NAME",
+            help="A setting, a group of settings or a rule (`all` lists groups and rules), or another tool's name.",
         ),
     ],
 ) -> None:
-    """Say what a rule refuses and why, or what a key of another tool is here."""
+    """Say what a setting means, what a rule refuses and why, or what a key of another tool is here."""
     from tunebook.commands.explain import explain as text_of
 
     print_text(text_of(id), make_console())

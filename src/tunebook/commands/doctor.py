@@ -24,6 +24,7 @@ from tunebook.doctor.checks import (
     check_torch,
     finding_of,
 )
+from tunebook.errors import counted
 from tunebook.plan.draft import Draft, draft_run
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
@@ -45,7 +46,7 @@ def doctor_command(
         json.dump({"findings": rows}, sys.stdout, indent=2, ensure_ascii=False)
         print()
     else:
-        console.print(f"{counts['error']} errors, {counts['warning']} warnings", highlight=False)
+        console.print(f"{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}", highlight=False)
     return 2 if counts["error"] else 0
 
 
@@ -73,7 +74,7 @@ def _findings_of(draft: Draft) -> Iterator[Finding]:
     """Yield what is wrong with the named run; one finding if nothing is."""
     yield from map(finding_of, draft.problems)
     for error in [draft.error] if draft.error else draft.shortcomings:
-        fix = "change the request as said above"
+        fix = "change the request as the error says"
         yield Finding(id=error.problem_id or "recipe", what=error.message, fix=fix, is_error=True)
     if draft.exit_code == 0:
         config = draft.config

@@ -1,26 +1,58 @@
-"""What `tunebook explain NAME` prints: a rule's docstring, or what a key of another tool is here."""
+"""What `tunebook explain NAME` prints: a rule's docstring, a setting or a group of settings, a key of another tool."""
 
 from __future__ import annotations
 
+from textwrap import fill
+
+from tunebook.config.descriptions import Description, Section, sections
 from tunebook.config.foreign import instead_of, names
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.plan.rules import RULES
 
+_WIDTH = 80
+
 
 def explain(name: str) -> str:
-    """What a rule refuses and why, or the meaning of a key of another tool; for `all`, every rule's id.
+    """What a rule, a setting or a group means, or what a key of another tool is here; for `all`, all groups and rules.
 
     Raises: RequestError for an unknown name, with the nearest one.
     """
     rules = {rule.id: rule for rule in RULES}
     if name == "all":
-        return "\n".join(sorted(rules))
+        groups = [_entry(f"{key}: {section.meaning}") for key, section in sections().items() if key]
+        return "\n".join(["Groups of settings", *groups, "", "Rules", *(f"  {id}" for id in sorted(rules))])
     if name in rules:
         rule = rules[name]
         return f"{name}{f' ({rule.key})' if rule.key else ''}\n\n{rule.why}"
+    if name in sections() and name:
+        return _section(sections()[name])
+    settings = [setting for section in sections().values() for setting in section.settings]
+    if found := [setting for setting in settings if setting.key == name]:
+        return "\n\n".join(map(_setting, found))
     if instead := instead_of(name):
-        return f"there is no key '{name}'{instead}"
-    near = did_you_mean(name, [*rules, *names()])
-    raise RequestError(
-        f"there is no rule '{name}' to explain.{near} Every rule: tunebook explain all", problem_id="unknown-id"
-    )
+        return instead
+    known = [*rules, *sections(), *(setting.key for setting in settings), *names()]
+    hint = did_you_mean(name, known, "All groups and rules: tunebook explain all")
+    raise RequestError(f"there is no setting, group or rule '{name}'.{hint}", problem_id="unknown-id")
+
+
+def _section(section: Section) -> str:
+    choices = [_entry(f"{choice}: {meaning}") for choice, meaning in section.choices.items()]
+    listed = ["\n".join([f"{section.name}=CHOICE, one of", *choices])] if choices else []
+    heading = fill(f"{section.name}: {section.meaning}", _WIDTH)
+    return "\n\n".join([heading, *listed, *map(_setting, section.settings)])
+
+
+def _setting(setting: Description) -> str:
+    only = f" ({', '.join(setting.choices)})" if setting.choices else ""
+    unit = f"; unit: {setting.unit}" if setting.unit else ""
+    facts = f"default: {setting.default}; values: {setting.values}{unit}"
+    return "\n".join([f"{setting.key}{only}", _paragraph(setting.meaning), _paragraph(facts)])
+
+
+def _paragraph(text: str) -> str:
+    return fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _entry(text: str) -> str:
+    return fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

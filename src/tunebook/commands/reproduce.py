@@ -84,7 +84,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
             "weights_fingerprint": weights_fingerprint(job.config.model),
         }
     )
-    different = f"what {claim.name} says gives something else here, by another book or another machine"
+    different = f"the settings of {claim.name} give another run here, since the book or the machine differs"
     require_same_inputs(claim.recorded.inputs, inputs, different)
     for line in differences_here(claim, job.config):
         print_text(line, console)

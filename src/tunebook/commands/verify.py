@@ -107,7 +107,7 @@ def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) ->
     require_same_inputs(
         recorded[nearest].inputs,
         run.inputs,
-        f"the run is of other settings than the nearest evidence, which tunebook reproduce {nearest} trains again",
+        f"the run has other settings than the nearest evidence (tunebook reproduce {nearest} trains those)",
     )
     return claim_of_evidence(nearest, recorded[nearest])
 

@@ -27,7 +27,7 @@ from omegaconf.resolvers import oc
 from tunebook.config.book import book_root
 from tunebook.config.foreign import instead_of
 from tunebook.config.identity import flat
-from tunebook.config.keys import ABSENT, texts_of, value_at
+from tunebook.config.keys import ABSENT, all_keys, texts_of, value_at
 from tunebook.config.messages import Layer, all_of, unknown_choice, wrong_value
 from tunebook.config.override_text import quoted, typed
 from tunebook.config.recipe_files import group_choices, load_recipes
@@ -95,7 +95,7 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
             override = parse_override(text)
             if override.is_sweep_override():
                 as_text = typed(*text.split("=", 1))
-                message = "lists several values; `tunebook sweep` trains one run each; a list is typed [a,b], a text"
+                message = "lists several values; for one run each: tunebook sweep; for one text with commas: type"
                 raise _wrong_form(text, f"{message} {as_text}")
             parsed.append(override)
         except RequestError as error:
@@ -112,10 +112,11 @@ def parse_override(text: str) -> Override:
     """
     key, has_value, value = text.partition("=")
     if text.startswith(("+", "~")):
-        instead = instead_of(key.strip("+~"), value) or f"; type {text.strip('+~')}"
-        raise _wrong_form(text, f"keys can be set, not added or removed{instead}")
+        own = text.lstrip("+") if key.lstrip("+") in all_keys() else "training.seed=1"
+        raise _wrong_form(text, instead_of(key.strip("+~"), value) or f"settings are not added or removed: type {own}")
     if not (key and has_value):
-        raise _wrong_form(text, f"write key=value, without spaces round the ={instead_of(key)}")
+        message = "a setting is typed key=value without spaces, such as training.seed=1"
+        raise _wrong_form(text, instead_of(key) or message)
     if key in ("recipe", "recipes"):
         raise _wrong_form(text, f"name the recipe as the first word, such as `tunebook train {value}`")
     is_list = value.startswith("[") and value.endswith("]")
@@ -188,8 +189,8 @@ def _typed(tree: DictConfig, layers: list[Layer]) -> RunConfig:
     if secret:
         raise RequestError(
             f"{secret[0]} holds a secret, and a configuration is written to run.yaml, manifest.json and the report. "
-            "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others on the machines of "
-            "the run",
+            "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others as variables on the "
+            "machines of the run",
             problem_id="secret-in-configuration",
         )
     return config

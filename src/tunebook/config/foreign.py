@@ -6,10 +6,17 @@ The names are in `foreign.yaml`. An unknown key or choice is looked up there bef
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 from pathlib import Path
 
 import yaml
+
+from tunebook.config.keys import all_keys
+from tunebook.config.ranges import demand
+from tunebook.config.schema import GROUPS
+
+_EXAMPLE = re.compile(r"\{(.*)\}")
 
 
 @functools.cache
@@ -20,16 +27,39 @@ def names() -> dict[str, str]:
     return settings
 
 
-def instead_of(name: str, value: str | None = None) -> str:
+def instead_of(name: str, value: str | None = None, *, missing: str = "") -> str:
     """What to type instead of a setting, `lora_r` also as `training.lora_r`, or of a choice, as `packing=true`.
 
-    It follows the name in a sentence, and is empty for a name that is not known.
+    A sentence such as `lora_r is peft.rank: type peft=lora peft.rank=16`; empty for a name that is not known. `missing`
+    replaces its beginning.
     """
     parts = name.lower().split(".")
-    for suffix in (".".join(parts[start:]) for start in range(len(parts))):
-        if entry := names().get(f"{suffix}={value}".lower()) or names().get(suffix):
-            overrides, has_remark, remark = entry.partition("(")
-            typed = overrides.split()
-            words = [shlex.quote(word.replace("{value}", (value or "VALUE").strip("[]"))) for word in typed]
-            return f"{'; type ' if words else ''}{' '.join(words)} {has_remark}{remark}".rstrip()
-    return ""
+    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
+    found = (names().get(f"{suffix}={value}".lower()) or names().get(suffix) for suffix in suffixes)
+    entry = next(filter(None, found), None)
+    if entry is None or (name in all_keys() and name not in GROUPS):
+        return ""
+    overrides, has_remark, remark = entry.partition("(")
+    typed = [_with_value(override, value) for override in overrides.split()]
+    if not typed:
+        return f"{missing or f'there is no key {name!r}'}: {remark.removesuffix(')')}"
+    key = next((override.partition("=")[0] for override in overrides.split() if _EXAMPLE.search(override)), None)
+    beginning = missing or (f"{name} is {key}" if key else f"there is no key {name!r}")
+    return f"{beginning}: type {' '.join(typed)} {has_remark}{remark}".rstrip()
+
+
+def _with_value(override: str, value: str | None) -> str:
+    """An override with the typed value in place of its example, where its key takes that value."""
+    key, _, example = override.partition("=")
+    is_taken = value and _is_taken(key, value) and _EXAMPLE.search(example)
+    return shlex.quote(_EXAMPLE.sub(lambda match: value.strip("[]") if is_taken and value else match[1], override))
+
+
+def _is_taken(key: str, value: str) -> bool:
+    setting = all_keys().get(key)
+    if setting is None or "limits" not in setting.metadata:
+        return True
+    try:
+        return demand(setting, int(value) if str(setting.type).startswith("int") else float(value)) is None
+    except ValueError:
+        return False

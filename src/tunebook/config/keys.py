@@ -19,20 +19,21 @@ PART = "NAME"  # stands for the names that users give to the parts of a mixture
 @cache
 def all_keys() -> dict[str, Setting]:
     """Every dotted key of a run's configuration with its field, over all choices of all groups."""
-    return dict(_keys(RunConfig, ""))
+    return {key: setting for _, key, setting in keys_with_owners()}
 
 
-def _keys(schema: Any, above: str) -> Iterator[tuple[str, Setting]]:
+def keys_with_owners(schema: Any = RunConfig, above: str = "") -> Iterator[tuple[Any, str, Setting]]:
+    """Every dotted key with its dataclass and its field; one that several choices of a group have, once for each."""
     hints = typing.get_type_hints(schema)
     for setting in settings_of(schema):
         key, hint = f"{above}{setting.name}", hints[setting.name]
-        yield key, setting
+        yield schema, key, setting
         below = f"{key}.{PART}." if typing.get_origin(hint) is dict else f"{key}."
         # `int | None` and `dict[str, int]` have their types as arguments.
         for part in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(part):
                 for section in (part, *CHOICE_SCHEMAS.get(key, {}).values()):
-                    yield from _keys(section, below)
+                    yield from keys_with_owners(section, below)
 
 
 def settings_of(schema: Any) -> list[Setting]:

@@ -12,8 +12,18 @@ from tunebook.config.foreign import instead_of
 from tunebook.config.keys import ABSENT, all_keys, settings_of, value_at
 from tunebook.config.override_text import as_typed
 from tunebook.config.recipe_files import group_choices
-from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
+from tunebook.config.schema import CHOICE_SCHEMAS
 from tunebook.errors import RequestError, did_you_mean, first_line, nearest
+
+# What OmegaConf says of a wrong value, in our words.
+_PLAIN = (
+    (r"Value '(.*?)'.* to Integer", "'{}' is not a whole number"),
+    (r"Value '(.*?)'.* to Float", "'{}' is not a number"),
+    (r"Value '(.*?)' is not a valid bool", "'{}' is neither true nor false"),
+    (r"not a ListConfig", "a list is typed [a,b]"),
+    (r"Cannot assign .* to Dict", "a mapping is typed {{name: value}}"),
+    (r"Merge error: .* is not a subclass of", "this is a group of settings; type one of its keys"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +45,10 @@ def all_of(errors: list[RequestError]) -> RequestError:
 
 def unknown_choice(group: str, choice: str, place: str) -> RequestError:
     """The error for a choice that a group does not have."""
-    known = group_choices(group)
-    hint = f"{instead_of(group, choice)}.{did_you_mean(choice, known)}"
-    message = f"{place}: there is no {group} '{choice}'{hint} Choices of {group}: {', '.join(known)}"
-    return RequestError(message, problem_id="unknown-choice")
+    missing = f"there is no {group} '{choice}'"
+    hint = did_you_mean(choice, group_choices(group), f"All choices: tunebook explain {group}")
+    message = instead_of(group, choice, missing=missing) or f"{missing}.{hint}"
+    return RequestError(f"{place}: {message}", problem_id="unknown-choice")
 
 
 def wrong_value(error: Exception, layer: Layer, groups: dict[str, str]) -> RequestError:
@@ -47,11 +57,13 @@ def wrong_value(error: Exception, layer: Layer, groups: dict[str, str]) -> Reque
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return _unknown_key(key, getattr(error, "object_type", None), layer, groups)
     if match := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
-        text += f".{did_you_mean(match[1], match[2].split(', '))}"
+        choices = match[2].split(", ")
+        text = f"there is no '{match[1]}'.{did_you_mean(match[1], choices, f'Type one of: {match[2]}')}"
     elif match := re.search(r"Interpolation key '(.*)' not found", text):
         text += f".{did_you_mean(match[1], all_keys())}"
-    elif "not a ListConfig" in text:
-        text += " A list is typed [a,b]."
+    else:
+        found = ((re.search(pattern, text), plain) for pattern, plain in _PLAIN)
+        text = next((plain.format(*match.groups()) for match, plain in found if match), text)
     return RequestError(f"{layer.place}: {f'{key}: ' if key else ''}{text}", problem_id="wrong-type")
 
 
@@ -63,17 +75,18 @@ def _unknown_key(key: str, owner: Any, layer: Layer, groups: dict[str, str]) -> 
     while isinstance(value, dict) and len(value) == 1:  # of `trainin.max_length=4`, the unknown key is `trainin`
         name, value = next(iter(value.items()))
         typed_key += f".{name}"
-    if instead := typed_key not in all_keys() and instead_of(typed_key, layer.typed or as_typed(value)):
-        return _no_key(layer, f"there is no key '{typed_key}'{instead}")
+    if instead := instead_of(typed_key, layer.typed or as_typed(value)):
+        return _no_key(layer, instead)
     group, _, name = key.partition(".")
     schemas = CHOICE_SCHEMAS.get(group, {})
     if having := [choice for choice, schema in schemas.items() if name in _names(schema)]:
         listed = ", ".join(f"{group}={choice}" for choice in having)
         return _no_key(layer, f"{key} has no meaning with {group}={groups[group]}; it belongs to {listed}")
-    siblings, (above, _, name) = _names(owner), key.rpartition(".")
-    near = nearest(name, siblings)
-    guess = f" Did you mean '{key.removesuffix(name)}{near}'?" if near else did_you_mean(key, [*all_keys(), *GROUPS])
-    return _no_key(layer, f"there is no key '{key}'.{guess} Keys of {above or 'a run'}: {', '.join(siblings)}")
+    above, dot, name = key.rpartition(".")
+    near = nearest(name, _names(owner))
+    known = [f"{above}{dot}{near}"] if near else [known for known in all_keys() if "." in known or not above]
+    listing = f"explain {group}" if group in all_keys() else "explain all"
+    return _no_key(layer, f"there is no key '{key}'.{did_you_mean(key, known, f'All keys: tunebook {listing}')}")
 
 
 def _no_key(layer: Layer, message: str) -> RequestError:

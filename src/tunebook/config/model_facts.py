@@ -59,14 +59,14 @@ class ModelFacts:
 
     architecture: str = MISSING  # the class transformers loads, such as Qwen2ForCausalLM
     num_parameters: int = number(MISSING, at_least=1)  # all parameters; tied embeddings count once
-    num_layers: int = number(MISSING, at_least=1)
-    hidden_size: int = number(MISSING, at_least=1)
-    intermediate_size: int = number(MISSING, at_least=1)
-    num_attention_heads: int = number(MISSING, at_least=1)
-    num_key_value_heads: int = number(MISSING, at_least=1)
-    vocab_size: int = number(MISSING, at_least=2)
-    max_position_embeddings: int = number(MISSING, at_least=2)  # tokens
-    tie_word_embeddings: bool = MISSING
+    num_layers: int = number(MISSING, at_least=1)  # decoder layers
+    hidden_size: int = number(MISSING, at_least=1)  # width of the hidden states
+    intermediate_size: int = number(MISSING, at_least=1)  # width of the MLP
+    num_attention_heads: int = number(MISSING, at_least=1)  # heads of the queries
+    num_key_value_heads: int = number(MISSING, at_least=1)  # heads of the keys and values
+    vocab_size: int = number(MISSING, at_least=2)  # rows of the embeddings
+    max_position_embeddings: int = number(MISSING, at_least=2, unit="tokens")  # the longest document
+    tie_word_embeddings: bool = MISSING  # whether the output head has the embeddings' weights
     dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
     # Modules that text never reaches and that are not trained, such as an image tower
     unreached: list[str] = field(default_factory=list)

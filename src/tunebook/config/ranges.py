@@ -17,11 +17,12 @@ def number(
     above: float | None = None,
     at_most: float = _HIGHEST,
     below: float | None = None,
+    unit: str = "",
     metadata: dict[str, bool] | None = None,
 ) -> Any:
-    """A field for a number, or for a mapping of numbers (`default=dict`), with its limits."""
+    """A field for a number, or for a mapping of numbers (`default=dict`), with its limits and its unit."""
     limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    known = {"limits": limits, **(metadata or {})}
+    known = {"limits": limits, "unit": unit, **(metadata or {})}
     return field(default_factory=dict, metadata=known) if default is dict else field(default=default, metadata=known)
 
 
@@ -33,3 +34,9 @@ def demand(setting: Field[Any], value: Any) -> str | None:
         if limit is not None and not _HOLDS[words](value, limit):
             return f"{words} {limit:,}"
     return None
+
+
+def limits_text(setting: Field[Any]) -> str:
+    """The limits of a number, such as `at least 1, below 2`; empty if there are none."""
+    limits = setting.metadata.get("limits", {})
+    return ", ".join(f"{words} {limit:,}" for words, limit in limits.items() if limit not in (None, _HIGHEST))

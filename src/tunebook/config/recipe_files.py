@@ -60,7 +60,8 @@ def _read(file: Path) -> RecipeFile:
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise RequestError(f"{place}: this is not YAML: {first_line(error)}", problem_id="recipe-not-yaml") from error
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise RequestError(f"{place}: this is not YAML: {problem}", problem_id="recipe-not-yaml") from error
     if not isinstance(node, DictConfig):
         raise RequestError(f"{file}: a recipe is a mapping of keys to values", problem_id="recipe-not-yaml")
     body: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]
@@ -87,6 +88,6 @@ def _wrong_defaults(file: Path, written: str, guess: str = "") -> RequestError:
     return RequestError(
         f"{file}: '{written}' is not how a recipe is put together; its defaults list other recipes, such as "
         "'- quickstart', and choices of groups, such as '- override /model: qwen25_05b', and end with '- _self_'."
-        f"{guess} Groups: {', '.join(GROUPS)}",
+        f"{guess}",
         problem_id="recipe-defaults",
     )

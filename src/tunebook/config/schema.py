@@ -64,32 +64,34 @@ class ModelConfig:
     chat_template: str | None = None
     # The date for templates that write today's, YYYY-MM-DD, so that runs can be repeated; Llama 3's own default
     template_date: str = "2024-07-26"
-    pad_token: str | None = None  # null takes the tokenizer's own
-    eos_token: str | None = None  # null takes the tokenizer's own
+    pad_token: str | None = None  # the token that fills rows up; null takes the tokenizer's own
+    eos_token: str | None = None  # the token that ends a text; null takes the tokenizer's own
     trust_remote_code: bool = False  # runs code from the model's repository
     liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
     # torch.compile of each transformer block; null: where it was seen working
     compile_layers: bool | None = None
     # Compute the output head's gradients together with its logits, in tiles of tokens; null: where it was seen working
     one_pass_head: bool | None = field(default=None, metadata=_SAME_LOSS)
-    # Rotary positions stretched this many times by YaRN, for documents longer than the model has positions for
-    yarn_factor: float | None = number(None, above=1, at_most=1024)  # null: positions as they are published
-    # What the factor multiplies; null takes the model's positions
-    yarn_original_positions: int | None = number(None, at_least=2)
-    facts: ModelFacts | None = None  # null: read from the model's config.json
+    # Stretch rotary positions this many times by YaRN, for documents longer than the model has positions for; null:
+    # positions as published
+    yarn_factor: float | None = number(None, above=1, at_most=1024)
+    # The number of positions that yarn_factor multiplies; null: the model's
+    yarn_original_positions: int | None = number(None, at_least=2, unit="tokens")
+    facts: ModelFacts | None = None  # the model's sizes, for planning; null: read from its config.json
 
 
 @dataclass(kw_only=True)
 class SyntheticConfig:
     """Generated, learnable documents with a lognormal length distribution, for machines without a hub."""
 
-    num_documents: int = number(20_000, at_least=1)
-    # Of the natural logarithm of a document's length in tokens
+    num_documents: int = number(20_000, at_least=1, unit="documents")  # documents that are generated
+    # Mean of the natural logarithm of a document's length in tokens
     log_mean_tokens: float = number(5.8, at_least=0, at_most=20)
+    # Standard deviation of that logarithm
     log_sigma_tokens: float = number(0.9, at_least=0, at_most=5)
-    min_tokens: int = number(16, at_least=2)
-    max_tokens: int = number(4096, at_least=2)
-    seed: int = number(0, at_least=0)
+    min_tokens: int = number(16, at_least=2, unit="tokens")  # the shortest document
+    max_tokens: int = number(4096, at_least=2, unit="tokens")  # the longest document
+    seed: int = number(0, at_least=0)  # equal seeds generate equal documents
 
 
 @dataclass(kw_only=True)
@@ -101,25 +103,27 @@ class DatasetSource:
     name: str | None = None  # hub: organization/name, or a folder in the hub's layout
     subset: str | None = None  # hub: the configuration of a data set that has several
     revision: str | None = None  # hub: commit or tag; null takes the newest and records which it was
-    train_split: str = "train"
-    format: Format = Format.auto  # auto: detected from the first document's keys, and printed
+    train_split: str = "train"  # hub: the split to train on
+    # How a document is written; auto: detected from the first document's keys, and printed
+    format: Format = Format.auto
     text_field: str = "text"  # format=text: the field that holds the document
-    # format=fields: Jinja over the document's fields, such as "{{passage}} {{question}}?" and "{{answer}}"
+    # format=fields: the question, as Jinja over the document's fields, such as "{{passage}} {{question}}?"
     question_template: str | None = None
-    answer_template: str | None = None
+    answer_template: str | None = None  # format=fields: the answer, such as "{{answer}}"
     # Keys of documents and of their turns that are left out, such as [tools]; others that mean something are refused
     ignore_keys: list[str] = field(default_factory=list)
     # Variables of the chat template, such as {enable_thinking: false}; those of a document come first
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_documents: int | None = number(None, at_least=1)  # takes the first this many; null takes all
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    # Use only this many documents, from the first; null: all
+    max_documents: int | None = number(None, at_least=1, unit="documents")
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)  # source=synthetic: the generated documents
 
 
 @dataclass(kw_only=True)
 class MixturePart(DatasetSource):
     """One data set of a mixture."""
 
-    # Its share of the documents, relative to the others'; null in all: every document
+    # Share of the documents, relative to the other parts'; null in all: every document
     weight: float | None = number(None, above=0)
 
 
@@ -127,24 +131,30 @@ class MixturePart(DatasetSource):
 class DatasetConfig(DatasetSource):
     """The training documents, how they are masked and cut, and what is held out."""
 
-    train_on: TrainOn = TrainOn.auto  # auto: the assistant's turns where there are roles, everything in plain text
-    overlong: Overlong = Overlong.cut  # TRL cuts too; the number of cut documents is printed either way
+    # Which tokens the loss counts; auto: the assistant's turns where there are roles, everything in plain text
+    train_on: TrainOn = TrainOn.auto
+    # What happens to a document longer than training.max_length; TRL cuts too, and the number is printed
+    overlong: Overlong = Overlong.cut
     # The assistant's reasoning: keep all that the chat template writes, that after the last user turn, or drop all
     reasoning: Reasoning = Reasoning.keep
-    bad_documents: BadDocuments = BadDocuments.refuse  # skip: leave them out, counted by reason
+    # Documents that cannot be trained on: refuse the data, or leave them out (skip), counted by reason
+    bad_documents: BadDocuments = BadDocuments.refuse
     # Share of a source's documents that bad_documents=skip may leave out; more is an error
     max_bad_share: float = number(0.01, at_least=0, at_most=1)
     system_prompt: str | None = None  # put before conversations that have no system turn of their own
-    # The text of a special token, such as </s>, in a turn: refuse the document, keep it as the token, or as_text. auto:
-    # as_text in conversations, whose tokens the chat template writes; keep in texts, which have theirs written out
+    # The text of a special token, such as `</s>`, in a turn: refuse the document, keep it as the token, or as_text.
+    # auto: as_text in conversations, whose tokens the chat template writes; keep in texts, which have theirs written
     special_tokens_in_content: SpecialText = SpecialText.auto
-    parts: dict[str, MixturePart] = field(default_factory=dict)  # source=mixture only
-    validation_split: str | None = None  # a split of the same data set
-    validation_path: str | None = None  # files: other files
-    # 0 to 0.5 of the documents held out, by a hash of their content
+    # source=mixture: its data sets, by names of your own; each has the keys of a data set, such as parts.NAME.path
+    parts: dict[str, MixturePart] = field(default_factory=dict)
+    validation_split: str | None = None  # hub: the split to validate on
+    validation_path: str | None = None  # the files to validate on
+    # Share of the documents to validate on, chosen by a hash of their content
     validation_share: float = number(0.0, at_least=0, at_most=0.5)
-    mean_tokens: float | None = number(None, above=0)  # per document; for planning before the data is there
-    num_documents: int | None = number(None, at_least=1)  # for planning before the data is there
+    # Mean length of a document, for planning before the data is there
+    mean_tokens: float | None = number(None, above=0, unit="tokens")
+    # Number of documents, for planning before the data is there
+    num_documents: int | None = number(None, at_least=1, unit="documents")
     # Processes that tokenize; null uses every core
     num_workers: int | None = number(None, at_least=1, metadata=_SAME_RESULT)
 
@@ -160,31 +170,34 @@ def sources_of(data: DatasetConfig) -> dict[str, DatasetSource]:
 class ParallelismConfig:
     """How the model is spread over the GPUs."""
 
-    strategy: Strategy = MISSING  # auto: the fastest that is estimated to fit
+    strategy: Strategy = MISSING  # how the model is distributed; auto: the fastest that is estimated to fit
     # GPUs of a node that share each row, every one with an equal part of its tokens, for rows that one cannot hold
-    sequence_group_size: int = number(1, at_least=1)
+    sequence_group_size: int = number(1, at_least=1, unit="GPUs")
 
 
 @dataclass(kw_only=True)
 class ZeroConfig(ParallelismConfig):
     """DeepSpeed ZeRO. Null leaves a setting at DeepSpeed's default, or where it says so at the Trainer's choice."""
 
-    offload_optimizer: Offload = Offload.none
-    offload_parameters: Offload = Offload.none  # zero3 only
-    nvme_path: str | None = None  # a folder on a local NVMe disk
+    offload_optimizer: Offload = Offload.none  # where optimizer states are kept; none: on the GPU
+    offload_parameters: Offload = Offload.none  # zero3: where parameters are kept; none: on the GPU
+    nvme_path: str | None = None  # a folder on a local NVMe disk, for what is offloaded to nvme
     overlap_comm: bool | None = None  # hides communication behind the backward pass for 4.5 x the bucket sizes
-    allgather_bucket_size: int | None = number(None, at_least=1)  # elements gathered at once
+    allgather_bucket_size: int | None = number(None, at_least=1, unit="elements")  # elements gathered at once
     # Elements reduced at once; null: hidden_size squared, by the Trainer
-    reduce_bucket_size: int | None = number(None, at_least=1)
+    reduce_bucket_size: int | None = number(None, at_least=1, unit="elements")
     round_robin_gradients: bool | None = None  # spreads the copying of gradients to the CPU over the ranks
     pin_memory: bool | None = None  # page-locked host memory for offloaded states: faster, not swappable
-    max_live_parameters: int | None = number(None, at_least=0)  # zero3: parameters kept whole on the GPU at any time
-    max_reuse_distance: int | None = number(None, at_least=0)  # zero3: a parameter used again within this many is kept
+    # zero3: parameters that may be whole on the GPU at any time
+    max_live_parameters: int | None = number(None, at_least=0, unit="parameters")
+    # zero3: a parameter that is used again within this many is kept
+    max_reuse_distance: int | None = number(None, at_least=0, unit="parameters")
     # zero3: elements fetched ahead; null: by the Trainer from hidden_size
-    prefetch_bucket_size: int | None = number(None, at_least=0)
+    prefetch_bucket_size: int | None = number(None, at_least=0, unit="elements")
     # zero3: smaller parameters stay whole; null: by the Trainer
-    param_persistence_threshold: int | None = number(None, at_least=0)
-    sub_group_size: int | None = number(None, at_least=1)  # zero3: elements the optimizer updates at once
+    param_persistence_threshold: int | None = number(None, at_least=0, unit="elements")
+    # zero3: elements the optimizer updates at once
+    sub_group_size: int | None = number(None, at_least=1, unit="elements")
     gather_weights_on_save: bool = True  # zero3: save one whole model, not only shards
     # bf16 only. autocast: as single and ddp compute. cast, DeepSpeed's own way, is faster and takes less memory, but
     # starts from rounded weights and loses updates smaller than the rounding
@@ -196,11 +209,13 @@ class FsdpConfig(ParallelismConfig):
     """PyTorch FSDP2 (`fully_shard`) through accelerate."""
 
     offload_parameters: Offload = Offload.none  # cpu: parameters, gradients and the optimizer step on the host
-    wrap_classes: list[str] = field(default_factory=list)  # empty: the model's own `_no_split_modules`
+    # Classes of modules that are sharded as one unit; empty: the model's own `_no_split_modules`
+    wrap_classes: list[str] = field(default_factory=list)
     cpu_ram_efficient_loading: bool = True  # one rank reads the weights, the others start empty
-    state_dict: StateDict = StateDict.sharded  # of checkpoints; the final model is always whole
+    # A checkpoint holds a shard per rank, or the whole model (full); the final model is always whole
+    state_dict: StateDict = StateDict.sharded
     # hsdp: GPUs that hold one whole model together; null: those of one node
-    shard_group_size: int | None = number(None, at_least=1)
+    shard_group_size: int | None = number(None, at_least=1, unit="GPUs")
     # bf16 only. autocast: sums between layers stay in fp32, as in single and ddp. cast: all is bf16, for less memory
     mixed_precision: MixedPrecision = MixedPrecision.autocast
 
@@ -209,23 +224,25 @@ class FsdpConfig(ParallelismConfig):
 class ReferenceHardware:
     """The machine a recipe was published on, or one it fits: what is planned for where no GPU is found."""
 
-    generation: Generation = Generation.cpu
-    gpus_per_node: int = number(1, at_least=1, at_most=1024)
-    memory_gib: float | None = number(None, above=0)  # of one GPU; null takes the generation's usual size
+    generation: Generation = Generation.cpu  # the GPU generation
+    gpus_per_node: int = number(1, at_least=1, at_most=1024, unit="GPUs")  # GPUs of each machine
+    memory_gib: float | None = number(None, above=0, unit="GiB")  # memory of one GPU; null: the generation's
 
 
 @dataclass(kw_only=True)
 class HardwareConfig:
     """The machine: `num_nodes` x `gpus_per_node` GPUs of one generation (on a CPU: ranks)."""
 
+    # The GPU generation, which decides the image, the precision and the attention; auto: as found
     generation: Generation = Generation.auto
-    num_nodes: int = number(1, at_least=1, at_most=100_000)
-    # Null: all that are found, one for parallelism=single
-    gpus_per_node: int | None = number(None, at_least=1, at_most=1024)
-    # Of one GPU; null: as found, or the generation's usual size
-    memory_gib: float | None = number(None, above=0, metadata=_SAME_RESULT)
-    # Of one node; null: this machine's where the ranks start here, else not known
-    host_memory_gib: float | None = number(None, above=0, metadata=_SAME_RESULT)
+    num_nodes: int = number(1, at_least=1, at_most=100_000, unit="machines")  # machines of the run
+    # GPUs of each machine, ranks on a CPU; null: all that are found, one for parallelism=single
+    gpus_per_node: int | None = number(None, at_least=1, at_most=1024, unit="GPUs")
+    # Memory of one GPU; null: as found, or the generation's usual size
+    memory_gib: float | None = number(None, above=0, unit="GiB", metadata=_SAME_RESULT)
+    # Memory of one machine; null: this machine's where the ranks start here, else unknown
+    host_memory_gib: float | None = number(None, above=0, unit="GiB", metadata=_SAME_RESULT)
+    # The machine a recipe was published on, or one it fits
     reference: ReferenceHardware = field(default_factory=ReferenceHardware)
 
 
@@ -234,10 +251,12 @@ class PrecisionConfig:
     """Number formats."""
 
     compute: Compute = Compute.auto
-    # bf16 halves the memory and loses small updates of what is trained; a frozen base published in bf16 loses nothing.
+    # The number format of the weights. bf16 halves the memory and loses small updates of what is trained; a frozen base
+    # published in bf16 loses nothing
     master_weights: MasterWeights = MasterWeights.auto
     tf32: Switch = Switch.auto  # TensorFloat-32 for fp32 products; cc >= 8.0
-    fp8_scaling: Fp8Scaling = Fp8Scaling.tensorwise  # with compute=fp8: one scale a tensor is faster, one a row exacter
+    # compute=fp8: one scale per tensor is faster, one per row is more exact
+    fp8_scaling: Fp8Scaling = Fp8Scaling.tensorwise
 
 
 @dataclass(kw_only=True)
@@ -252,7 +271,8 @@ class PackingConfig:
     """Whether several documents share a row."""
 
     mode: PackingMode = PackingMode.auto
-    row_length: int | None = number(None, at_least=2)  # tokens; null: training.max_length
+    # Length of a packed row; null: training.max_length
+    row_length: int | None = number(None, at_least=2, unit="tokens")
     # Give each GPU rows with equal attention work in a step. Helps where GPUs wait once a step (DDP, ZeRO-1)
     balance_attention: bool = field(default=False, metadata=_SAME_LOSS)
 
@@ -262,12 +282,12 @@ class ActivationConfig:
     """What is kept of the forward pass for the backward pass."""
 
     # Recompute each layer whole (enabled: saves most activations, costs about a third in speed), of compiled blocks
-    # only what costs little (selective), or nothing (disabled).
+    # only what costs little (selective), or nothing (disabled)
     checkpointing: Checkpointing = Checkpointing.auto
     offload: bool = False  # keep activations in host memory
     # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise, and once
     # more in the backward pass; null: all tokens of a pass at once
-    mlp_tile_tokens: int | None = number(None, at_least=1, metadata=_SAME_LOSS)
+    mlp_tile_tokens: int | None = number(None, at_least=1, unit="tokens", metadata=_SAME_LOSS)
 
 
 @dataclass(kw_only=True)
@@ -275,16 +295,18 @@ class PeftSettings:
     """Full fine-tuning, LoRA or QLoRA."""
 
     method: PeftMethod = PeftMethod.full
-    rank: int = number(16, at_least=1)
+    rank: int = number(16, at_least=1)  # rank of the adapters
     alpha: float = number(32.0, above=0)  # the update is scaled by alpha / rank
-    dropout: float = number(0.05, at_least=0, below=1)
-    target_modules: list[str] = field(default_factory=list)  # empty: every linear layer but the output head
+    dropout: float = number(0.05, at_least=0, below=1)  # share of an adapter's inputs that is set to zero
+    # Adapted layers; empty: every linear one but the output head
+    target_modules: list[str] = field(default_factory=list)
     # Also on parameters that are no linear layer, by the ends of their names: [7.mlp.experts.down_proj]
     target_parameters: list[str] = field(default_factory=list)
-    modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
-    use_rslora: bool = False  # scale by alpha / sqrt(rank)
-    # Other ranks and alphas, by a linear layer's name: {q_proj: 32}
+    modules_to_save: list[str] = field(default_factory=list)  # modules trained whole and saved with the adapter
+    use_rslora: bool = False  # scale the update by alpha / sqrt(rank)
+    # Ranks of single linear layers, by name: {q_proj: 32}
     rank_pattern: dict[str, int] = number(dict, at_least=1)
+    # Alphas of single linear layers, by name: {q_proj: 64}
     alpha_pattern: dict[str, float] = number(dict, above=0)
     use_dora: bool = False  # also train the length of each output's weights (DoRA, arXiv:2402.09353)
 
@@ -293,23 +315,25 @@ class PeftSettings:
 class OptimizerConfig:
     """The optimizer and its step size."""
 
-    name: OptimizerName = OptimizerName.adamw
-    learning_rate: float = number(MISSING, above=0, at_most=1)
-    weight_decay: float = number(0.0, at_least=0, at_most=1)
-    beta1: float = number(0.9, at_least=0, below=1)
-    beta2: float = number(0.999, at_least=0, below=1)
-    epsilon: float = number(1e-8, above=0, at_most=1)
+    name: OptimizerName = OptimizerName.adamw  # set by optimizer=NAME
+    learning_rate: float = number(MISSING, above=0, at_most=1)  # the highest learning rate of the schedule
+    weight_decay: float = number(0.0, at_least=0, at_most=1)  # decoupled from the gradient
+    beta1: float = number(0.9, at_least=0, below=1)  # decay of the mean of the gradients
+    beta2: float = number(0.999, at_least=0, below=1)  # decay of the mean of their squares
+    epsilon: float = number(1e-8, above=0, at_most=1)  # added to the divisor of a step
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
     """The learning rate over the optimizer steps. At most one of the two warm-ups and one of the two floors."""
 
-    name: ScheduleName = ScheduleName.cosine
-    warmup_steps: int | None = number(None, at_least=0)  # optimizer steps
-    warmup_share: float | None = number(None, at_least=0, below=1)  # 0 to 1 of all optimizer steps
-    min_learning_rate: float | None = number(None, at_least=0, at_most=1)  # cosine_with_min_lr
-    # cosine_with_min_lr: of optimizer.learning_rate
+    name: ScheduleName = ScheduleName.cosine  # set by schedule=NAME
+    # Steps in which the learning rate rises
+    warmup_steps: int | None = number(None, at_least=0, unit="optimizer steps")
+    warmup_share: float | None = number(None, at_least=0, below=1)  # the warm-up as a share of all optimizer steps
+    # cosine_with_min_lr: the lowest learning rate
+    min_learning_rate: float | None = number(None, at_least=0, at_most=1)
+    # cosine_with_min_lr: the lowest as a share of optimizer.learning_rate
     min_learning_rate_share: float | None = number(None, at_least=0, at_most=1)
 
 
@@ -317,15 +341,16 @@ class ScheduleConfig:
 class LauncherConfig:
     """What starts the ranks, and how long they wait for each other."""
 
-    name: LauncherName = MISSING
-    # Seconds until every node has joined, and that a rank waits for the others in one collective
-    timeout_s: int = number(600, at_least=1)
-    # Seconds ranks get to save and end when their launcher is lost, or Slurm or Ray takes a machine away
-    stop_timeout_s: int = number(300, at_least=1)
-    # launcher=local on several nodes: which this is; node 0 prepares, evaluates and keeps records
+    name: LauncherName = MISSING  # set by launcher=NAME
+    # Time until every node has joined, and that a rank waits for the others in one collective
+    timeout_s: int = number(600, at_least=1, unit="seconds")
+    # Time ranks get to save and end when their launcher is lost, or Slurm or Ray takes a machine away
+    stop_timeout_s: int = number(300, at_least=1, unit="seconds")
+    # launcher=local on several nodes: the number of this node; node 0 prepares, evaluates and keeps records
     node_rank: int = number(0, at_least=0)
-    master_address: str | None = None  # the same: node 0's name or address, as the other nodes reach it
-    # The same: a port of node 0 that the other nodes can reach; 29400 is torchrun's usual one
+    # launcher=local on several nodes: node 0's name or address, as the other nodes reach it
+    master_address: str | None = None
+    # launcher=local on several nodes: a port of node 0 that the others can reach; 29400 is torchrun's usual one
     master_port: int = number(29400, at_least=1, at_most=65535)
 
 
@@ -333,16 +358,17 @@ class LauncherConfig:
 class SlurmConfig(LauncherConfig):
     """`sbatch` of a script that is rendered into the run folder; one task per node, torchrun inside it."""
 
-    partition: str | None = None  # null: the cluster's default
-    account: str | None = None  # null: the user's default
+    partition: str | None = None  # the partition of the job; null: the cluster's default
+    account: str | None = None  # the account that is charged; null: the user's default
     time_limit: str | None = None  # as sbatch takes it: minutes, or days-hours:minutes:seconds; null: the partition's
-    # Null: whole nodes, with all cores and memory (--exclusive --mem=0)
-    cpus_per_task: int | None = number(None, at_least=1)
+    # Cores of a node; null: whole nodes, with all cores and memory (--exclusive --mem=0)
+    cpus_per_task: int | None = number(None, at_least=1, unit="cores")
     wait: bool = False  # stay until the job has ended, show what it prints, end with its exit code; Ctrl-C stops it
     requeue: bool = True  # a job that was preempted, or reached its time limit, saves and resumes in another turn
-    container_image: str | None = None  # null: no container; the ranks run in the environment of the command
-    container_runtime: ContainerRuntime = ContainerRuntime.pyxis
-    container_mounts: list[str] = field(default_factory=list)  # further folders, at the same path inside
+    # The image the ranks run in; null: no container, the ranks run in the environment of the command
+    container_image: str | None = None
+    container_runtime: ContainerRuntime = ContainerRuntime.pyxis  # what runs the container
+    container_mounts: list[str] = field(default_factory=list)  # further folders, mounted at the same path
     container_python: str = "python"  # the image's interpreter, with Tunebook installed
     extra_args: list[str] = field(default_factory=list)  # further sbatch options, such as --constraint=a100
 
@@ -351,32 +377,34 @@ class SlurmConfig(LauncherConfig):
 class RayConfig(LauncherConfig):
     """Ray Train's TorchTrainer, one worker per GPU."""
 
-    address: str = "auto"  # of the cluster, HOST:PORT; auto: the one this machine is part of; local: one of its own
-    cpus_per_worker: int = number(1, at_least=1)
+    # Address of the cluster, HOST:PORT; auto: the one this machine is part of; local: one of its own
+    address: str = "auto"
+    cpus_per_worker: int = number(1, at_least=1, unit="cores")  # CPU cores that Ray reserves for each worker
     # How often a run that lost a worker is started again, from its newest checkpoint
     max_failures: int = number(3, at_least=0)
-    env_vars: list[str] = field(default_factory=list)  # runtime environment: variables of the workers, as NAME=VALUE
-    pip: list[str] = field(default_factory=list)  # runtime environment: packages that Ray installs for the workers
-    ship_code: bool = False  # runtime environment: send this Tunebook along, for nodes that do not have it installed
+    env_vars: list[str] = field(default_factory=list)  # variables of the workers, as NAME=VALUE
+    pip: list[str] = field(default_factory=list)  # packages that Ray installs for the workers
+    ship_code: bool = False  # send this Tunebook along, for nodes where it is not installed
 
 
 @dataclass(kw_only=True)
 class TrackingConfig:
     """Where curves are also sent; `metrics.jsonl` and the report are always written."""
 
-    name: TrackerName = TrackerName.none
-    project: str = "tunebook"
+    name: TrackerName = TrackerName.none  # set by tracking=NAME
+    project: str = "tunebook"  # the tracker's project
 
 
 @dataclass(kw_only=True)
 class CodeConfig:
     """How programs are asked for and counted by the tasks that have a model write code."""
 
-    num_samples: int | None = number(None, at_least=1)  # programs per problem; null: the task's own, mostly 1
+    # Programs per problem; null: the task's own, mostly 1
+    num_samples: int | None = number(None, at_least=1, unit="programs")
     temperature: float | None = number(None, at_least=0)  # 0: always the likeliest token; null: the task's own
     # Share of the likelihood that is sampled from; null: the task's own
     top_p: float | None = number(None, above=0, at_most=1)
-    max_new_tokens: int | None = number(None, at_least=1)  # of one program; null: the task's own
+    max_new_tokens: int | None = number(None, at_least=1, unit="tokens")  # the longest program; null: the task's own
     pass_at_k: list[int] | None = None  # the ks that are reported, the first as the score; null: the task's own
 
 
@@ -386,14 +414,16 @@ class EvaluationConfig:
 
     tasks: list[str] = MISSING  # harness names, or YAML files; empty (evaluation=none): no evaluation
     before: bool = False  # also evaluate the untrained model, to compare with
-    after: bool = True
-    limit: int | None = number(None, at_least=1)  # documents per task; null: all
-    batch_size: int | None = number(16, at_least=1)  # requests computed at once; null: the most that the memory takes
-    num_fewshot: int | None = number(None, at_least=0)  # null: the task's own
+    after: bool = True  # evaluate the trained model
+    limit: int | None = number(None, at_least=1, unit="items")  # items of each task, from the first; null: all
+    # Requests computed at once; null: the most that the memory takes
+    batch_size: int | None = number(16, at_least=1, unit="requests")
+    # Examples before each item; null: the task's own
+    num_fewshot: int | None = number(None, at_least=0, unit="examples")
     # Look for the items of the tasks and of the validation part in the training documents, before training; report
     # counts them, refuse does not train if they are there, disabled does not look
     contamination: Contamination = field(default=Contamination.report, metadata=_SAME_RESULT)
-    code: CodeConfig = field(default_factory=CodeConfig)
+    code: CodeConfig = field(default_factory=CodeConfig)  # how programs are sampled and counted
 
 
 @dataclass(kw_only=True)
@@ -401,27 +431,33 @@ class TrainingConfig:
     """Batch, length, duration, saving and logging. Exactly one of `global_samples` and `global_tokens`."""
 
     # Documents per optimizer step over all GPUs, packed or not
-    global_samples: int | None = number(None, at_least=1)
+    global_samples: int | None = number(None, at_least=1, unit="documents")
     # Tokens per optimizer step over all GPUs, at most
-    global_tokens: int | None = number(None, at_least=1)
-    micro_batch_size: int | None = number(None, at_least=1)  # rows per GPU and pass; null: the largest the rules allow
-    max_length: int = number(MISSING, at_least=2)  # tokens of one document
-    num_epochs: float = number(1.0, above=0, at_most=1_000_000)
-    max_steps: int | None = number(None, at_least=1)  # optimizer steps; null: as many as the epochs take
-    max_grad_norm: float | None = number(1.0, above=0)  # null: gradients are not clipped
-    seed: int = number(42, at_least=0, at_most=2**32 - 1)  # weights, dropout and document order
+    global_tokens: int | None = number(None, at_least=1, unit="tokens")
+    # Rows per GPU and pass; null: the largest the rules allow
+    micro_batch_size: int | None = number(None, at_least=1, unit="rows")
+    # The longest document; dataset.overlong decides what happens to a longer one
+    max_length: int = number(MISSING, at_least=2, unit="tokens")
+    num_epochs: float = number(1.0, above=0, at_most=1_000_000, unit="epochs")  # passes over the documents
+    # The last optimizer step; null: as many as the epochs take
+    max_steps: int | None = number(None, at_least=1, unit="optimizer steps")
+    max_grad_norm: float | None = number(1.0, above=0)  # gradients are clipped to this norm; null: they are not
+    seed: int = number(42, at_least=0, at_most=2**32 - 1)  # decides random weights, dropout and document order
     deterministic: bool = False  # deterministic kernels: the same bits in every run, slower
-    log_every_steps: int = number(1, at_least=1)
-    save_every_steps: int | None = number(None, at_least=1)  # null: only at the end
-    keep_checkpoints: int = number(2, at_least=1)  # the newest this many, and the best
+    log_every_steps: int = number(1, at_least=1, unit="optimizer steps")  # how often metrics are written
+    # How often a checkpoint is saved; null: only at the end
+    save_every_steps: int | None = number(None, at_least=1, unit="optimizer steps")
+    # The newest checkpoints that are kept, in addition to the best
+    keep_checkpoints: int = number(2, at_least=1, unit="checkpoints")
     # Training waits for a checkpoint's writing alone, not for its flushing and hashing
     save_in_background: bool = field(default=True, metadata=_SAME_RESULT)
-    # Validation loss; null: at the end, if there is a validation part
-    evaluate_every_steps: int | None = number(None, at_least=1)
+    # How often the validation loss is computed; null: at the end, if there are documents to validate on
+    evaluate_every_steps: int | None = number(None, at_least=1, unit="optimizer steps")
     load_best_at_end: bool = False  # model/ is the saved step with the lowest validation loss; false: the last step
-    # Validations without improvement; null: never stop early
-    early_stopping_patience: int | None = number(None, at_least=1)
-    resume: str = field(default="auto", metadata=_SAME_RESULT)  # auto, never, or a checkpoint folder
+    # Stop after this many validations without improvement; null: never stop early
+    early_stopping_patience: int | None = number(None, at_least=1, unit="validations")
+    # A checkpoint folder, auto (the newest unfinished run of this configuration) or never (a new run)
+    resume: str = field(default="auto", metadata=_SAME_RESULT)
     # What may differ from the checkpoint that is resumed
     resume_anyway: list[ResumeAnyway] = field(default_factory=list, metadata=_SAME_RESULT)
     # organization/name that every save is uploaded to; null: nothing leaves the machine

@@ -46,8 +46,8 @@ def require_printable(key: str, text: str | Path) -> None:
     """Refuse a text with a control character in it; `key` is its key or option. Raises: RequestError."""
     if shown(str(text)) != str(text):
         raise RequestError(
-            f"{key}={shown(str(text))} holds a control character, which could begin another line of a script, and a "
-            "command with it; type it without",
+            f"{key}={shown(str(text))} holds a control character, which could start another command in a script; type "
+            "it without that character",
             problem_id="control-characters",
         )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.config.schema import HardwareConfig, RunConfig, starts_elsewhere
-from tunebook.errors import Problem, RequestError
+from tunebook.errors import Problem, RequestError, counted
 from tunebook.files import cache_root
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
 from tunebook.hardware.disk import existing, size_text
@@ -76,10 +76,10 @@ def _gpus_found(machine: Machine) -> Finding:
     what = "; ".join([f"{len(machine.gpus)} x {names}" if machine.gpus else names, *machine.notes])
     if machine.driver is None:
         is_ok = not any(Path("/dev").glob("nvidia[0-9]*"))  # else there are GPUs that do not answer
-        fix = "nvidia-smi says more; after an update of the driver sudo reboot"
+        fix = "nvidia-smi says more; after an update of the driver: sudo reboot"
     else:
         is_ok = all(note.startswith(VISIBLE_VARIABLE) for note in machine.notes)  # which is what the user asked for
-        fix = f"nvidia-smi -L lists all GPUs; {VISIBLE_VARIABLE}=ID,ID in front of the command takes some of them"
+        fix = f"nvidia-smi -L lists all GPUs; {VISIBLE_VARIABLE}=ID,ID in front of the command selects some"
     driver = f", driver {machine.driver}" if machine.driver else ""
     return Finding(id="gpus-found", what=f"{what}{driver}", fix=None if is_ok else fix)
 
@@ -115,7 +115,8 @@ def check_torch(machine: Machine) -> Finding:
         return Finding(id="torch-works", what=f"torch: {answer.failure}", fix=fix, is_error=True)
     facts = json.loads(answer.text)
     cuda = f"CUDA {facts['cuda']}" if facts["cuda"] else "a CPU build"
-    what = f"torch {facts['version']}, {cuda}, computes on {facts['num_gpus']} of {len(machine.gpus)} GPUs"
+    gpus = f", computes on {facts['num_gpus']} of {counted(len(machine.gpus), 'GPU')}" if machine.gpus else ""
+    what = f"torch {facts['version']}, {cuda}{gpus}"
     if facts["problem"] is None and facts["num_gpus"] >= len(machine.gpus):
         return Finding(id="torch-works", what=what)
     what += f": {facts['problem']}" if facts["problem"] else ""

@@ -68,7 +68,9 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     else:
         folder, config = results_folder(target, outputs), bare_config(target)
         run = (
-            f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
+            f"exported from the run {target.origin.run}"
+            if target.origin
+            else "its run is unknown, so template and tokenizer are not checked"
         )
         print(f"{target.name}: {run}", file=sys.stderr)
     settings = _settings(request, config)

@@ -76,6 +76,9 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
         is_path = text.startswith((".", "~", "/")) or Path(text).exists()
         if ("/" in text or is_model) and _HUB_NAME.fullmatch(text) and not is_path:
             return Target(hub_name=text)
+        if is_path:
+            message = f"there is no run and no model in {path}; for a model of the hub, type model=ORG/NAME"
+            raise RequestError(message, problem_id="unknown-run") from error
         raise
     if not holds_model(run / MODEL_FOLDER):
         raise _not_finished(run)

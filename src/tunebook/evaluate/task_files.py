@@ -128,8 +128,8 @@ def suite_settings(name: str) -> EvaluationConfig:
             suites[file.stem] = OmegaConf.to_object(merged)
     if name not in suites:
         raise RequestError(
-            f"there is no suite '{name}'.{did_you_mean(name, suites)} Suites: {', '.join(suites)}. Single tasks of "
-            "lm-evaluation-harness, or YAML files of your own, are named by tasks=a,b",
+            f"there is no suite '{name}'.{did_you_mean(name, suites, 'All suites: tunebook explain evaluation.')} For "
+            "tasks of lm-evaluation-harness, or YAML files of your own, type tasks=gsm8k,mine.yaml",
             problem_id="unknown-suite",
         )
     settings: EvaluationConfig = suites[name]

@@ -103,7 +103,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
-    parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
+    parser.add_argument("--processes", type=int, help="processes that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
     parser.add_argument("--config", type=Path, help="a configuration with other tasks, or of a model without a run")
     return parser.parse_args(arguments)

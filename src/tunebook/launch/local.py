@@ -64,7 +64,7 @@ def refuse_other_node(config: RunConfig, folder: Path) -> None:
     host = socket.gethostname()
     prepared = Path(read_json(folder / PREPARED_FILE)["folder"])
     if not prepared.is_dir():
-        message = f"{host}: the prepared data {prepared} is not there; set TUNEBOOK_CACHE to a folder of all nodes"
+        message = f"{host}: there is no prepared data {prepared}; set TUNEBOOK_CACHE to a folder that all nodes share"
         raise RequestError(message, problem_id="folder-not-shared")
     expected = read_json(folder / START_FILE)
     for name, own in _node_facts(config).items():
@@ -79,7 +79,9 @@ def refuse_other_node(config: RunConfig, folder: Path) -> None:
 def load_shared_config(folder: Path) -> RunConfig:
     """Load the configuration of a run on a node that another one started. Raises: RequestError."""
     if not (folder / RUN_FILE).is_file():
-        message = f"{socket.gethostname()}: there is no run in {folder}; use a folder of all nodes: outputs=/a/folder"
+        message = (
+            f"{socket.gethostname()}: there is no run in {folder}; use a folder that all nodes share: outputs=FOLDER"
+        )
         raise RequestError(message, problem_id="folder-not-shared")
     return load_config(folder / RUN_FILE)
 
@@ -114,7 +116,7 @@ def note_for_other_nodes(config: RunConfig) -> str | None:
     if config.launcher.name is not LauncherName.local or config.hardware.num_nodes == 1:
         return None
     host, _, _ = endpoint_of(config).rpartition(":")
-    return f"on each other node, type the same with: launcher.node_rank=N launcher.master_address={host}"
+    return f"on every other node, type the same command with launcher.node_rank=N launcher.master_address={host}"
 
 
 def join_run(config: RunConfig, named: Path | None, console: Console) -> int:
@@ -126,7 +128,7 @@ def join_run(config: RunConfig, named: Path | None, console: Console) -> int:
     folder = _wait_for_start(config, named, console)
     refuse_other_node(config, folder)
     log = torchrun_log(folder, launcher.node_rank)
-    print_text(f"node {launcher.node_rank}: starts its ranks of the run in {folder}", console)
+    print_text(f"node {launcher.node_rank}: starting its ranks of the run in {folder}", console)
     command = node_command(config, folder, endpoint_of(config), is_first=False)
     run_and_wait(
         command,

@@ -24,7 +24,7 @@ import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, counted
 from tunebook.launch.commands import DIES_WITH_PARENT, RANK
 from tunebook.launch.local import load_shared_config, refuse_other_node
 from tunebook.launch.logs import rank_log
@@ -58,7 +58,7 @@ def check_ray(config: RunConfig) -> None:
         total, needed = resources.get(name, 0.0), count * share
         if total < needed:
             raise RequestError(
-                f"the Ray cluster has {total:g} {name}s, and {count} workers with {share:g} each need {needed:g}; "
+                f"the Ray cluster has {total:g} of the {needed:g} {name}s that {counted(count, 'worker')} need; "
                 "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
                 problem_id="ray-too-small",
             )

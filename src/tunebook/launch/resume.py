@@ -90,7 +90,7 @@ def _folder_conflict(config: RunConfig, folder: Path) -> str | None:
         keys = ", ".join(key for key, _, _ in differing[:3])
         return f"it holds a run ({state}) of another configuration, {folder / RUN_FILE} (see {keys})"
     if state in (RunState.finished.name, RunState.invalid.name):
-        return f"its run is {state}; to evaluate it: tunebook eval"
+        return f"its run is {state}; to evaluate it: tunebook eval run={folder}"
     return None
 
 

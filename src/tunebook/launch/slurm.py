@@ -251,10 +251,10 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     update_manifest(folder, {"slurm": {"job_id": job_id}})
     lines = [
         f"submitted as job {job_id}",
-        f"  what it prints:  tail -F {shlex.quote(str(output_file(folder, job_id)))}",
-        f"  how it stands:   squeue --job {job_id}",
+        f"  output:          tail -F {shlex.quote(str(output_file(folder, job_id)))}",
+        f"  state:           squeue --job {job_id}",
         f"  stop and save:   scancel --batch --signal=TERM {job_id}",
-        f"  take it back while it waits: scancel {job_id}",
+        f"  cancel while it is pending: scancel {job_id}",
     ]
     print_text("\n".join(lines), console)
     return job_id

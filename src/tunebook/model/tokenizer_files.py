@@ -155,9 +155,10 @@ def _library_templates() -> dict[str, Path]:
 def _from_library(text: str) -> str:
     name, files = text.removeprefix(LIBRARY_PREFIX), _library_templates()
     if name not in files:
+        known = ", ".join(files)
         raise RequestError(
             f"model.chat_template={text}: TRL {version('trl')} has no template '{name}'."
-            f"{did_you_mean(name, files)} It has: {', '.join(files)}",
+            f"{did_you_mean(name, files, f'It has: {known}')}",
             problem_id="chat-template-not-found",
         )
     return files[name].read_text(encoding="utf-8")

@@ -116,10 +116,10 @@ def resolve_run(text: str, outputs: Path) -> Path:
             return newest
     runs = [str(run.relative_to(outputs)) for run in reversed(find_runs(outputs))]
     recipes = sorted({run.partition("/")[0] for run in runs})
-    known = f"newest first: {', '.join(runs[:_NUM_RUNS_LISTED])}" if runs else "none; try: tunebook train quickstart"
+    listed = f"The newest runs are {', '.join(runs[:_NUM_RUNS_LISTED])}." if runs else f"There is none in {outputs}."
     raise RequestError(
-        f"there is no run '{text}'.{did_you_mean(text, [*recipes, *runs])} Name a run "
-        f"folder, `latest`, or a recipe for its newest run. Runs in {outputs}, {known}",
+        f"there is no run '{text}'.{did_you_mean(text, [*recipes, *runs], listed)} Type the folder of a run, `latest` "
+        "or a recipe, for its newest run",
         problem_id="unknown-run",
     )
 

@@ -43,11 +43,11 @@ def is_array(config: RunConfig) -> bool:
 def check_array(configs: list[RunConfig]) -> None:
     """Check that trials can be tasks of one array. Raises: RequestError with what to type."""
     if len({tuple(option_words(config)) for config in configs}) > 1:
-        what = "these trials ask Slurm for different nodes or times, and the tasks of an array are equal"
+        what = "the trials differ in their nodes or time limit, and all tasks of a job array have the same"
     elif configs[0].hardware.num_nodes > 1:
-        what = f"hardware.num_nodes={configs[0].hardware.num_nodes}: the task of an array runs on one node"
+        what = f"hardware.num_nodes={configs[0].hardware.num_nodes}: a task of a job array runs on one node"
     elif isinstance(configs[0].launcher, SlurmConfig) and configs[0].launcher.container_image is not None:
-        what = "launcher.container_image: the task of an array runs outside of containers"
+        what = "launcher.container_image: a task of a job array runs outside of containers"
     else:
         return
     raise RequestError(

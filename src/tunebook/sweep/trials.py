@@ -85,7 +85,7 @@ def run_trials(
             slot = free.pop(0)
             process = start(command_of(study, trial), os.environ | slot, output=study.log_file(trial.number))
             running.append(RunningTrial(trial=trial, process=process, slot=slot))
-            what = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
+            what = f"{title_of(trial.params)} with its output in {study.log_file(trial.number).name}"
             say(f"trial {trial.number + 1} of {study.num_trials}: {what}")
         if not running:
             return
@@ -114,7 +114,7 @@ def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> No
         code = one.process.returncode
     how, was_pruned = None, False
     if one.worse_at is not None and code != 0:
-        how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
+        how = f"pruned at step {one.worse_at}: {study.sweep.metric} is worse than the median of the earlier trials"
         code, was_pruned = StoppedError.exit_code, True
     elif stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
         code, how = StoppedError.exit_code, f"stopped by {stop.first}"

@@ -51,8 +51,8 @@ def test_a_problem_says_what_set_its_key(sound, changed):
     config = changed(sound, {"training.seed": 2**32})
     (problem,) = check(config, lambda key: f"override '{key}=...'")
     assert problem.text() == (
-        "training.seed (from override 'training.seed=...'): 4294967296 must be at most 4,294,967,295\n"
-        "    fix: training.seed=VALUE   [out-of-range]"
+        "training.seed (from override 'training.seed=...'): must be at most 4,294,967,295, not 4294967296\n"
+        "    fix: a number that is at most 4,294,967,295   [out-of-range]"
     )
 
 

@@ -25,7 +25,7 @@ def adapter_on_output_head(config: RunConfig) -> Iterator[str]:
         yield f"an adapter on {heads[0]} would never be trained"
 
 
-@rule("adapter-module-unknown", fix="one of these names; peft.target_modules=[] means every linear layer")
+@rule("adapter-module-unknown", fix="type one of these names, or peft.target_modules=[] for every linear layer")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     """Refuse names of layers that the model does not have, and ranks and alphas of layers without an adapter.
 
@@ -94,7 +94,7 @@ def adapter_on_parameters(config: RunConfig) -> Iterator[str]:
         "model.compile_layers": bool(config.model.compile_layers),
     }
     if found := [name for name, is_set in conflicts.items() if is_set]:
-        yield f"adapters on parameters do not go with {', '.join(found)}"
+        yield f"adapters on parameters cannot be combined with {', '.join(found)}"
 
 
 @rule("qlora-random-weights", "peft.method", "model.weights=pretrained or peft=full")
@@ -115,4 +115,4 @@ def quantized_base(config: RunConfig) -> Iterator[str]:
     if config.model.weights is not Weights.random:
         quantizer = read_quantizer(config.model)
     if quantizer is not None and not (is_qlora and quantizer == OWN_QUANTIZER):
-        yield f"the weights are quantized by {quantizer}, which peft={config.peft.method.name} does not train over"
+        yield f"the weights are quantized by {quantizer}, and peft={config.peft.method.name} cannot train on these"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import PackingMode, Source
 from tunebook.config.schema import RunConfig, data_ranks
+from tunebook.errors import counted
 from tunebook.plan.rules.frame import Finding, rule
 
 
@@ -40,12 +41,14 @@ def batch_not_divisible(config: RunConfig) -> Iterator[Finding]:
     """
     training, rows = config.training, _rows_per_pass(config)
     if _is_padded(config) and training.global_samples is not None and training.global_samples % rows:
-        message = f"{training.global_samples} documents are not a multiple of {rows}, the rows of one pass of all GPUs"
+        message = (
+            f"{counted(training.global_samples, 'document')} cannot be divided into passes of {rows} rows on all GPUs"
+        )
         yield Finding(message, "training.global_samples")
     tokens, length = training.global_tokens, _row_length(config)
     # `batch-too-small` covers too few tokens
     if not _is_padded(config) and tokens is not None and tokens >= rows * length and tokens // length % rows:
-        message = f"{tokens // length} rows of {length} tokens are not a multiple of {rows}, the rows of one pass"
+        message = f"{counted(tokens // length, 'row')} of {length} tokens cannot be divided into passes of {rows} rows"
         yield Finding(message, "training.global_tokens")
 
 
@@ -59,10 +62,10 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     if _is_padded(config):
         return
     if samples is not None and samples < ranks:
-        yield Finding(f"{samples} documents a step are fewer than {ranks} GPUs", "training.global_samples")
+        yield Finding(f"a step has {counted(samples, 'document')} for {ranks} GPUs", "training.global_samples")
     rows, length = _rows_per_pass(config), _row_length(config)
     if tokens is not None and tokens < rows * length:
-        message = f"{tokens} tokens a step are fewer than {rows} rows x {length} tokens = {rows * length}"
+        message = f"a step has {tokens} tokens, and one pass takes {rows} x {length} = {rows * length}"
         yield Finding(message, "training.global_tokens")
 
 
@@ -73,7 +76,7 @@ def tokens_need_packing(config: RunConfig) -> Iterator[str]:
     A padded row holds one document of any length, so the tokens of a step are unknown before its documents are drawn.
     """
     if config.training.global_tokens is not None and _is_padded(config):
-        yield f"{config.training.global_tokens} tokens a step need packed rows"
+        yield f"{config.training.global_tokens} tokens per step need packed rows"
 
 
 @rule("batch-larger-than-data", "training.global_samples", "a smaller training.global_samples, or more documents")
@@ -86,7 +89,7 @@ def batch_larger_than_data(config: RunConfig) -> Iterator[str]:
     made = data.synthetic.num_documents if data.source is Source.synthetic else None
     stated = [count for count in (data.num_documents, data.max_documents, made) if count is not None]
     if samples is not None and stated and samples > min(stated):
-        yield f"{samples} documents a step are more than the data set's {min(stated)}"
+        yield f"a step has {counted(samples, 'document')}, and the data set has {min(stated)}"
 
 
 @rule("row-shorter-than-document", "packing.row_length", "packing.row_length=null")

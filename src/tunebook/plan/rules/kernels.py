@@ -46,7 +46,7 @@ def attention_not_in_model(config: RunConfig) -> Iterator[str]:
     """
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and facts.measured is not None and not has_attention(config, kernel):
-        yield f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
+        yield f"{facts.architecture} does not support {kernel.name}; it supports {', '.join(facts.measured.attention)}"
 
 
 @rule("flash-attention-below-ampere", _KEY, _AUTO)
@@ -108,7 +108,7 @@ def one_pass_head_in_fp16(config: RunConfig) -> Iterator[str]:
     They are made before the loss is scaled, so what is below fp16's smallest number is lost.
     """
     if config.model.one_pass_head and config.precision.compute is Compute.fp16:
-        yield "in fp16 gradients are made after the loss is scaled, which is after the forward pass"
+        yield "in fp16 the loss is scaled after the forward pass, too late for gradients that are computed in it"
 
 
 @rule("selective-without-compiled-blocks", "activation.checkpointing", "activation.checkpointing=enabled")
@@ -131,6 +131,6 @@ def mlp_tiles_not_possible(config: RunConfig) -> Iterator[str]:
     if config.activation.checkpointing not in (Checkpointing.enabled, Checkpointing.auto):
         yield "tiles are for layers that are recomputed: activation.checkpointing=enabled"
     if config.model.compile_layers or config.precision.compute is Compute.fp8:
-        yield "tiles do not go with model.compile_layers=true or precision.compute=fp8"
+        yield "tiles cannot be combined with model.compile_layers=true or precision.compute=fp8"
     if facts is not None and has_experts(facts):
-        yield f"{facts.architecture} sends tokens to experts"
+        yield f"the MLPs of {facts.architecture} are experts, which need the tokens of the whole row"

@@ -31,7 +31,7 @@ def model_folder(config: RunConfig) -> Iterator[str]:
         yield problem
 
 
-@rule("model-not-causal", fix="a causal language model, or of one with images a checkpoint of its text part alone")
+@rule("model-not-causal", fix="name a causal language model; of a model with images, a checkpoint of its text part")
 def model_not_causal(config: RunConfig) -> Iterator[Finding]:
     """Refuse a config.json that names another head, which has another loss.
 

@@ -33,10 +33,10 @@ def strategy_settings_mismatch(config: RunConfig) -> Iterator[Finding]:
 def single_needs_one_gpu(config: RunConfig) -> Iterator[str]:
     """Refuse `single` with more than one rank: the others would be idle, or train unsynchronized copies."""
     if strategy_facts(config).runs_on_one and world_size(config) > 1:
-        yield f"single runs on one GPU, and {world_size(config)} are asked for"
+        yield f"single runs on one GPU, and the run has {world_size(config)}"
 
 
-@rule("hsdp-group", "parallelism.shard_group_size", "parallelism.shard_group_size=null or parallelism=fsdp")
+@rule("hsdp-group", "parallelism.shard_group_size", "a size that makes two or more groups, or parallelism=fsdp")
 def hsdp_group(config: RunConfig) -> Iterator[str]:
     """Require a group size that is a proper divisor of the world size, above one.
 
@@ -47,7 +47,7 @@ def hsdp_group(config: RunConfig) -> Iterator[str]:
         return
     group = settings.shard_group_size or config.hardware.gpus_per_node or 1
     if not 1 < group < world or world % group:
-        yield f"groups of {group} do not split {world} GPUs into equal groups of several"
+        yield f"hsdp needs two or more equal groups of GPUs, and groups of {group} out of {world} are not"
 
 
 @rule("sequence-group-size", _GROUP, f"{_GROUP}=1, or a size that divides it")
@@ -64,7 +64,7 @@ def sequence_group_size(config: RunConfig) -> Iterator[str]:
         numbers["heads of keys and values"] = facts.num_key_value_heads
     for what, number in numbers.items():
         if number % group:
-            yield f"{group} does not divide the {number} {what}"
+            yield f"{group} does not divide the number of {what}, {number}"
 
 
 @rule("sequence-group-architecture", _GROUP, f"{_GROUP}=1")
@@ -78,7 +78,7 @@ def sequence_group_architecture(config: RunConfig) -> Iterator[str]:
     if config.parallelism.sequence_group_size == 1 or facts is None:
         return
     if facts.architecture not in VARLEN_ARCHITECTURES:
-        yield f"{facts.architecture} is not known to attend only by the kernels that exchange the tokens of a row"
+        yield f"{facts.architecture} was not trained with the kernels that exchange the tokens of a row"
 
 
 @rule("sequence-group-attention", "attention.implementation", f"attention=auto packing=isolated or {_GROUP}=1")
@@ -120,4 +120,4 @@ def nvme_path_missing(config: RunConfig) -> Iterator[str]:
     """Require `nvme_path` if anything is offloaded to NVMe: DeepSpeed swaps states through files."""
     settings, is_possible = config.parallelism, strategy_facts(config).is_zero3
     if isinstance(settings, ZeroConfig) and is_possible and uses_nvme(config) and not settings.nvme_path:
-        yield "an offload to nvme needs a folder on a local NVMe disk"
+        yield "offloading to nvme needs a folder on a local NVMe disk"

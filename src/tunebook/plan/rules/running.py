@@ -22,7 +22,7 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
         return
     for field in ("evaluate_every_steps", "load_best_at_end", "early_stopping_patience"):
         if getattr(training, field):
-            yield Finding("this needs documents to validate on, and none are held out", f"training.{field}")
+            yield Finding("this needs documents to validate on, and there are none", f"training.{field}")
 
 
 @rule("best-needs-evaluations", fix="training.evaluate_every_steps=100 training.save_every_steps=100")
@@ -37,7 +37,7 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
         key = "training.load_best_at_end" if is_best else "training.early_stopping_patience"
         yield Finding("this compares validation losses, and training.evaluate_every_steps is not set", key)
     elif is_best and evaluate is not None and (save is None or save % evaluate):
-        message = f"the best step is not always saved: it must be a multiple of evaluate_every_steps={evaluate}"
+        message = f"the best step is saved only if this is a multiple of evaluate_every_steps={evaluate}"
         yield Finding(message, "training.save_every_steps")
 
 
@@ -49,7 +49,7 @@ def resume_not_found(config: RunConfig) -> Iterator[str]:
         yield f"'{value}' is neither auto nor never, and there is no folder {resolve_path(value)}"
 
 
-@rule("task-file-not-found", "evaluation.tasks", "evaluation.tasks=[gsm8k], with files that exist")
+@rule("task-file-not-found", "evaluation.tasks", "a file that exists, or a task by its name: evaluation.tasks=[gsm8k]")
 def task_file_not_found(config: RunConfig) -> Iterator[str]:
     """Require every task file to exist: it is read after the training, hours too late."""
     for task in config.evaluation.tasks:
@@ -131,7 +131,7 @@ def ray_settings_form(config: RunConfig) -> Iterator[Finding]:
         yield Finding("a variable is not of the form NAME=VALUE", "launcher.env_vars", "launcher.env_vars=[NAME=VALUE]")
 
 
-@rule("control-characters", fix="the same text without it")
+@rule("control-characters", fix="type the text without it")
 def control_characters(config: RunConfig) -> Iterator[Finding]:
     """Refuse control characters in all text except text that only a model or a data file uses.
 

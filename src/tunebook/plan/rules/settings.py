@@ -26,7 +26,7 @@ def out_of_range(config: RunConfig) -> Iterator[Finding]:
     """
     for key, value, setting in _numbers("", config):
         if (wanted := demand(setting, value)) is not None:
-            yield Finding(f"{value} must be {wanted}", key, f"{key}=VALUE")
+            yield Finding(f"must be {wanted}, not {value}", key, f"a number that is {wanted}")
 
 
 def require_ranges(config: RunConfig) -> None:
@@ -98,4 +98,4 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
             key = f"{group}.{field}"
             value, default = getattr(getattr(config, group), field, None), default_of(key)
             if value and getattr(value, "name", value) != default:
-                yield Finding(f"this run does not read it, only {reader} does", key, f"{key}={as_typed(default)}")
+                yield Finding(f"this run does not read it; it is for {reader}", key, f"{key}={as_typed(default)}")
