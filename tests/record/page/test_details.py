@@ -4,18 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tunebook.record.page.numbers import MINUS
-from tunebook.record.page.overview import build_prediction, memory_bars, start_bars, summarize
+from tunebook.record.page.overview import build_prediction, memory_bars, summarize
 from tunebook.record.run_record import RunRecord
 
-START_UP = {
-    "launched": "2026-11-21T07:18:07.000+00:00",
-    "launcher": {"start_python": 1.0, "plan": 3.0},
-    "rank": {"launch": 4.0, "model": 8.0, "a_later_phase": 0.0, "first_step": 4.0},
-    "first_step_s": 20.0,
-}
 PARTS = {"weights": 10.0, "gradients": 0.0, "optimizer": 20.0, "overhead": 5.0}
 MEMORY = {**PARTS, "total": 35.0, "allocated": 30.0, "capacity": 80.0}
 TIME = {
@@ -34,31 +26,6 @@ def predicted(generation: str = "hopper", *, steps: int = 2, **plan: Any) -> dic
     found = build_prediction(record, summarize(record))
     assert found is not None
     return found
-
-
-def test_parts_lie_end_to_end_and_the_highest_peaks_are_marked() -> None:
-    found = predicted(memory_gib=MEMORY)
-    assert [(part.name, part.begins, part.share) for part in found["parts"]] == [
-        ("weights", 0.0, 0.125),
-        ("optimizer", 0.125, 0.25),
-        ("overhead", 0.375, 0.0625),
-    ]
-    assert [part.kind for part in found["parts"]] == ["0", "2", "3"]  # gradients are nothing, and keep theirs
-    assert [(mark.kind, mark.text, mark.begins) for mark in found["marks"]] == [
-        ("allocated", "25 GiB", 0.3125),
-        ("reserved", "40 GiB", 0.5),
-        ("device", "44 GiB", 0.55),
-    ]
-
-
-def test_bars_of_small_runs_and_of_more_than_the_capacity_fill_the_width() -> None:
-    small = predicted("cpu", memory_gib=MEMORY | {"capacity": 1000.0})
-    assert sum(part.share for part in small["parts"]) == pytest.approx(1 / 1.05)
-    assert len(small["marks"]) == 1
-    memory, speed, _ = small["rows"]
-    assert (memory[3], speed[1]) == ("+40.0 %", "not estimated")  # 35 for 25
-    last = predicted(memory_gib=MEMORY | {"capacity": 30.0})["parts"][-1]
-    assert last.begins + last.share == pytest.approx(35 / 44)
 
 
 def test_differences_are_of_the_prediction_from_what_was_measured() -> None:
@@ -82,14 +49,3 @@ def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
     record = replace(record, training=[{"step": 1, "memory_gib": [20.0] * 64}])
     bars, _ = memory_bars(record, summarize(record))
     assert [bar.name for bar in bars[:3]] == ["lowest rank", "middle", "highest rank"]
-
-
-def test_phases_stand_one_after_the_other() -> None:
-    bars = start_bars({"start_up": START_UP})
-    assert [(bar.kind, bar.begins, bar.share) for bar in bars] == [
-        ("launcher", 0.0, 0.05), ("launcher", 0.05, 0.15), ("rank", 0.2, 0.2), ("rank", 0.4, 0.4),
-        ("rank", 0.8, 0.0), ("rank", 0.8, 0.2),
-    ]  # fmt: skip
-    assert [bar.text for bar in bars] == ["1.0 s", "3.0 s", "4.0 s", "8.0 s", "0.0 s", "4.0 s"]
-    for nothing in ({}, {"start_up": START_UP | {"rank": {}, "first_step_s": None}}):
-        assert start_bars(nothing) == []
