@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import PeftMethod
 from tunebook.plan import answers
-from tunebook.plan.memory import activations, fake_step
+from tunebook.plan.memory import activations
 from tunebook.plan.memory.activations import BY_LENGTHS, BY_MASK, Mode
 from tunebook.plan.memory.fake_step import FakeStep
 from tunebook.plan.memory.ledger import Moment
@@ -88,34 +88,6 @@ def test_it_keeps_what_real_layers_keep(full):
         by_length.append(sum(found.values()))
     # Besides what is saved, the layer's output is alive, which the next one saves.
     assert kept(full, mode) == (by_length[1] - by_length[0]) / TOKENS
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"recomputed": True, "accumulates": True},
-        pytest.param({"gradients": "unit"}, marks=pytest.mark.nightly),
-        pytest.param({"autocast": False}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_a_few_layers_stand_for_all(full, changes, monkeypatch):
-    mode = replace(BF16, **changes)
-    few = step(full, mode)
-    kinds, places = fake_step._kinds_and_places(llama())
-    assert len(places) == 3 < len(kinds) == LAYERS
-    monkeypatch.setattr(fake_step, "_kinds_and_places", lambda *_: (kinds, list(range(LAYERS))))
-    assert step(full, mode) == few
-
-
-def test_every_kind_of_layer_is_run(full):
-    """One layer in three has a window; half of the others are in the middle."""
-    kinds = ["sliding_attention", "full_attention"] * 3
-    architecture = llama(kind="qwen3", layer_types=kinds, sliding_window=16, use_sliding_window=True, head_dim=16)
-    of_kinds, places = fake_step._kinds_and_places(architecture)
-    assert len(set(of_kinds)) == 2
-    assert places == [0, 1, 2, 5]
 
 
 def test_recomputed_layers_keep_their_input(full):
