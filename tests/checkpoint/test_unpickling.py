@@ -153,11 +153,6 @@ def loaded(folder: Path) -> dict[str, Any]:
     return found
 
 
-def load_restricted(folder: Path) -> dict[str, Any]:
-    with restricted_unpickling():
-        return loaded(folder)
-
-
 @no_group
 def test_a_sharded_checkpoint_is_loaded_and_another_saved_meanwhile(sharded: Path) -> None:
     with restricted_unpickling():
