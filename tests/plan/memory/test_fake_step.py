@@ -90,6 +90,17 @@ def test_it_keeps_what_real_layers_keep(full):
     assert kept(full, mode) == (by_length[1] - by_length[0]) / TOKENS
 
 
+@pytest.mark.parametrize("changes", [{}, {"recomputed": True, "accumulates": True}], ids=str)
+def test_a_few_layers_stand_for_all(full, changes):
+    """Three layers are all run. Each of those for which others stand adds what a fourth does."""
+    lives = [
+        [part.live for part in step(full, replace(BF16, **changes), llama(num_hidden_layers=layers)).at.values()]
+        for layers in (3, 4, LAYERS)
+    ]
+    for three, four, all_layers in zip(*lives, strict=True):
+        assert all_layers - three == (LAYERS - 3) * (four - three)
+
+
 def test_recomputed_layers_keep_their_input(full):
     assert kept(full, replace(FP32, recomputed=True)) == 4 * HIDDEN
     stored, again = step(full).at, step(full, replace(FP32, recomputed=True)).at
