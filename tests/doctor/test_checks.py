@@ -42,6 +42,21 @@ def answer(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("machine", "level"),
+    [
+        (machine_with(8), "ok"),
+        (machine_with(7, notes=("GPU 3 does not answer (lost) and is left out",)), "warning"),
+        (CPU_ONLY, "ok"),
+    ],
+)
+def test_which_gpus_there_are(machine, level, answer, monkeypatch):
+    answer()
+    monkeypatch.setattr(checks, "detect_machine", lambda: machine)
+    found_machine, found = check_driver()
+    assert (found_machine, found.level) == (machine, level)
+
+
 def test_a_driver_that_hangs_is_not_asked_again(answer, monkeypatch):
     answer(problem="no answer within 40 s", is_late=True)
     machine, found = check_driver()
