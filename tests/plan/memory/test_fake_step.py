@@ -121,6 +121,11 @@ def test_adapters_keep_the_inputs_that_they_read(lora):
     assert kept(lora) == 4 * (KEPT - frozen - inputs + 2 * lora.peft.rank)
 
 
+def test_the_kernels_of_liger_keep_less(full):
+    """Its norms compute their normalized inputs again, and its MLPs what the activation returns."""
+    assert kept(full, replace(FP32, liger=True)) == 4 * (KEPT - 2 * HIDDEN - INNER)
+
+
 def test_dropout_keeps_a_mask_of_bytes(lora):
     before = kept(lora)
     lora.peft.dropout = 0.05

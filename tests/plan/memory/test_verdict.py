@@ -13,7 +13,7 @@ from tunebook.config.schema import ActivationConfig, FsdpConfig, ModelConfig, Ru
 from tunebook.data.batch import solve_batch
 from tunebook.errors import DoesNotFitError
 from tunebook.plan.draft import refuse_too_large
-from tunebook.plan.memory import verdict
+from tunebook.plan.memory import estimate_memory, verdict
 from tunebook.plan.memory.activations import shape_of
 from tunebook.plan.memory.verdict import (
     MemoryPlan,
@@ -136,6 +136,17 @@ def test_rows_that_the_data_does_not_fill_take_less() -> None:
     assert plan_memory(config, batch).parts == plan_memory(as_filled, solve_batch(as_filled, lengths)).parts
     full, filled = plan_memory(config).parts["activations"], plan_memory(config, batch).parts["activations"]
     assert full is not None and filled is not None and filled < 0.6 * full
+
+
+def test_a_step_whose_documents_all_fit_into_one_row_accumulates_nothing() -> None:
+    words = ("hardware.gpus_per_node=1", "parallelism=single", "training.max_length=1024", "packing.row_length=8192")
+    for samples, accumulates in ((8, False), (9, True)):
+        config = resolved("qwen3b_zero2", *words, f"training.global_samples={samples}", *SETTLED[:2])
+        facts = config.model.facts
+        assert facts is not None
+        one_pass, more = (estimate_memory(config, facts, accumulates=known) for known in (False, True))
+        assert one_pass != more
+        assert estimate_memory(config, facts) == (more if accumulates else one_pass)
 
 
 @pytest.mark.parametrize(("samples", "micro"), [(8, 1), (528, 11)])
