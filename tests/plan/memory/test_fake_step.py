@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tunebook.config.choices import PeftMethod
 from tunebook.plan import answers
@@ -124,6 +125,14 @@ def test_adapters_keep_the_inputs_that_they_read(lora):
 def test_the_kernels_of_liger_keep_less(full):
     """Its norms compute their normalized inputs again, and its MLPs what the activation returns."""
     assert kept(full, replace(FP32, liger=True)) == 4 * (KEPT - 2 * HIDDEN - INNER)
+
+
+def test_kernels_of_states_are_put_back(full):
+    """The leak probe of the same process computes with them."""
+    before = dict(vars(modeling_qwen3_next))
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "linear_key_head_dim": 16}
+    step(full, FP32, llama(kind="qwen3_next", **sizes, linear_value_head_dim=16, head_dim=HEAD_SIZE))
+    assert vars(modeling_qwen3_next) == before
 
 
 def test_dropout_keeps_a_mask_of_bytes(lora):
