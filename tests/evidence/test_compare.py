@@ -27,8 +27,8 @@ def on_gpus(make_run: MakeRun, record: Record) -> Path:
     return record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=1010.0))
 
 
-def between(one: Path, other: Path) -> Comparison:
-    return compare(claim_of_run(read_finished(one)), read_finished(other))
+def between(first: Path, second: Path) -> Comparison:
+    return compare(claim_of_run(read_finished(first)), read_finished(second))
 
 
 def relog(run: Path, steps: list[int], first: int = 0) -> Path:
@@ -149,8 +149,8 @@ def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> Non
 # --- the inputs of two runs
 
 
-def keys(one: Inputs, other: Inputs) -> list[str]:
-    return [key for key, _, _ in input_differences(one, other)]
+def keys(first: Inputs, second: Inputs) -> list[str]:
+    return [key for key, _, _ in input_differences(first, second)]
 
 
 def test_settings_and_data_are_compared_and_the_split_is_not(make_run: MakeRun) -> None:
