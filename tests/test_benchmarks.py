@@ -1,4 +1,4 @@
-"""Each benchmark explains its arguments, and none imports torch before it needs it."""
+"""Each benchmark explains its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structure of docs/quickstart.ipynb, and how its cells are executed. tests/system/test_notebook.py executes it."""
+"""docs/quickstart.ipynb stores nothing of one machine. tests/system/test_notebook.py executes it."""
 
 from __future__ import annotations
 
