@@ -120,13 +120,13 @@ def read_json_file(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_chat_template(text: str, current: str | None = None) -> str:
-    """The template that `model.chat_template` names; `current` is the tokenizer's, which `training` replaces.
+def read_chat_template(text: str, own: str | None = None) -> str:
+    """The template that `model.chat_template` names; `own` is the tokenizer's, which `training` replaces.
 
     Raises: RequestError if there is none of that name.
     """
     if text == TRAINING_TEMPLATE:
-        return _training_version(current)
+        return _training_version(own)
     if text.startswith(LIBRARY_PREFIX):
         return _from_library(text)
     path = resolve_path(_CHATML_FILE if text == CHATML_TEMPLATE else text)
@@ -162,15 +162,15 @@ def _from_library(text: str) -> str:
     return files[name].read_text(encoding="utf-8")
 
 
-def _training_version(current: str | None) -> str:
+def _training_version(own: str | None) -> str:
     files = _library_templates()
     trained = {name.removesuffix(_TRAINING_SUFFIX): file for name, file in files.items() if _TRAINING_SUFFIX in name}
     for name, file in files.items():
-        if current is not None and file.read_text(encoding="utf-8").strip() == current.strip():
+        if own is not None and file.read_text(encoding="utf-8").strip() == own.strip():
             if name in trained:
                 return trained[name].read_text(encoding="utf-8")
-            if GENERATION_MARKER.search(current):  # it has them itself
-                return current
+            if GENERATION_MARKER.search(own):  # it has them itself
+                return own
     raise RequestError(
         f"model.chat_template={TRAINING_TEMPLATE}: TRL {version('trl')} has no training version of this tokenizer's "
         f"template, which it compares letter by letter. It has versions for: {', '.join(trained)}; name one whose "

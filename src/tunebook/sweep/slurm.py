@@ -43,15 +43,15 @@ def is_array(config: RunConfig) -> bool:
 def check_array(configs: list[RunConfig]) -> None:
     """Check that trials can be tasks of one array. Raises: RequestError with what to type."""
     if len({tuple(option_words(config)) for config in configs}) > 1:
-        problem = "these trials ask Slurm for different nodes or times, and the tasks of an array are equal"
+        what = "these trials ask Slurm for different nodes or times, and the tasks of an array are equal"
     elif configs[0].hardware.num_nodes > 1:
-        problem = f"hardware.num_nodes={configs[0].hardware.num_nodes}: the task of an array runs on one node"
+        what = f"hardware.num_nodes={configs[0].hardware.num_nodes}: the task of an array runs on one node"
     elif isinstance(configs[0].launcher, SlurmConfig) and configs[0].launcher.container_image is not None:
-        problem = "launcher.container_image: the task of an array runs outside of containers"
+        what = "launcher.container_image: the task of an array runs outside of containers"
     else:
         return
     raise RequestError(
-        f"{problem}; let each trial submit a job of its own, with a command that waits: launcher.wait=true --jobs=2",
+        f"{what}; let each trial submit a job of its own, with a command that waits: launcher.wait=true --jobs=2",
         problem_id="sweep-array",
     )
 

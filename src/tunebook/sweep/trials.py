@@ -51,8 +51,8 @@ def train_command(study: Study, trial: optuna.Trial) -> list[str]:
     overrides = sweep.space.overrides(trial.params)
     if sweep.is_array:
         overrides = [*(word for word in overrides if not word.startswith("launcher")), "launcher=local"]
-    command = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
-    return [sys.executable, "-m", *command, "--run-folder", str(study.run_folder(trial.number))]
+    words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
+    return [sys.executable, "-m", *words, "--run-folder", str(study.run_folder(trial.number))]
 
 
 @dataclass(kw_only=True)
@@ -79,47 +79,47 @@ def run_trials(
     Each of the `slots` is the environment of one trial at a time.
     """
     next_trial = next_trial or study.next_trial
-    free, running, was_stop_requested = [*slots], list[RunningTrial](), False
+    free, running, are_asked = [*slots], list[RunningTrial](), False
     while True:
         while free and stop.first is None and (trial := next_trial()) is not None:
             slot = free.pop(0)
             process = start(command_of(study, trial), os.environ | slot, output=study.log_file(trial.number))
             running.append(RunningTrial(trial=trial, process=process, slot=slot))
-            details = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
-            say(f"trial {trial.number + 1} of {study.num_trials}: {details}")
+            what = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
+            say(f"trial {trial.number + 1} of {study.num_trials}: {what}")
         if not running:
             return
         time.sleep(_POLL_S)
-        if stop.first is not None and not was_stop_requested:
-            was_stop_requested = True
-            for trial_run in running:
-                trial_run.process.terminate()
-        for trial_run in [*running]:
+        if stop.first is not None and not are_asked:
+            are_asked = True
+            for one in running:
+                one.process.terminate()
+        for one in [*running]:
             if stop.is_urgent:
-                kill_descendants(trial_run.process.pid)
-                trial_run.process.kill()
-            has_ended = trial_run.process.poll() is not None
-            if study.sweep.prune and trial_run.worse_at is None:  # also of an ended trial: it counts in the median
-                trial_run.worse_at = study.worse_at(trial_run.trial)
-                if trial_run.worse_at is not None:
-                    trial_run.process.terminate()
+                kill_descendants(one.process.pid)
+                one.process.kill()
+            has_ended = one.process.poll() is not None
+            if study.sweep.prune and one.worse_at is None:  # also of an ended trial: it counts in the median
+                one.worse_at = study.worse_at(one.trial)
+                if one.worse_at is not None:
+                    one.process.terminate()
             if has_ended:
-                running.remove(trial_run)
-                free.append(trial_run.slot)
-                _finish(study, trial_run, stop, say)
+                running.remove(one)
+                free.append(one.slot)
+                _finish(study, one, stop, say)
 
 
-def _finish(study: Study, ended: RunningTrial, stop: StopRequests, say: Say) -> None:
-    with ended.process:  # closes its input
-        code = ended.process.returncode
-    ending, was_pruned = None, False
-    if ended.worse_at is not None and code != 0:
-        ending = f"pruned at step {ended.worse_at}: {study.sweep.metric} worse than the median of the trials before"
+def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> None:
+    with one.process:  # closes its input
+        code = one.process.returncode
+    how, was_pruned = None, False
+    if one.worse_at is not None and code != 0:
+        how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
         code, was_pruned = StoppedError.exit_code, True
     elif stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
-        code, ending = StoppedError.exit_code, f"stopped by {stop.first}"
+        code, how = StoppedError.exit_code, f"stopped by {stop.first}"
     elif code < 0:
-        code, ending = 1, f"failed: killed by signal {-code} (more in {study.log_file(ended.trial.number).name})"
-    seconds = time.monotonic() - ended.started
-    result = study.finish(ended.trial.number, code, seconds=seconds, ending=ending, was_pruned=was_pruned)
-    say(f"trial {ended.trial.number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")
+        code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
+    seconds = time.monotonic() - one.started
+    result = study.finish(one.trial.number, code, seconds=seconds, ending=how, was_pruned=was_pruned)
+    say(f"trial {one.trial.number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")

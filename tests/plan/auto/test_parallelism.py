@@ -183,6 +183,11 @@ def test_parts_are_recomputed_for_the_fastest_strategy():
     assert config.activation.checkpointing is Checkpointing.selective
 
 
+def test_the_reason_names_the_memory_that_a_faster_strategy_would_take(run, machine):
+    why = resolve_auto(run("llama3_8b"), machine(H200, H200)).choice("parallelism.strategy").why
+    assert "; ddp would take 167." in why
+
+
 @pytest.mark.parametrize("settings", [FsdpConfig, ZeroConfig])
 def test_settings_of_a_named_strategy_are_not_thrown_away(run, machine, settings):
     config = run("llama3_8b")

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tunebook.config.choices import Checkpointing, Generation, Offload, Strategy
+from tunebook.config.choices import Checkpointing, Generation, LauncherName, Offload, Strategy
+from tunebook.config.compose import compose
 from tunebook.config.schema import ActivationConfig, FsdpConfig, ModelConfig, RunConfig, ZeroConfig
 from tunebook.data.batch import solve_batch
 from tunebook.errors import DoesNotFitError
+from tunebook.facts.generations import generation_of
+from tunebook.hardware.detect import Gpu, Machine
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import refuse_too_large
-from tunebook.plan.memory import estimate_memory, verdict
+from tunebook.plan.memory import verdict
 from tunebook.plan.memory.activations import shape_of
 from tunebook.plan.memory.verdict import (
     MemoryPlan,
@@ -138,17 +142,6 @@ def test_rows_that_the_data_does_not_fill_take_less() -> None:
     assert full is not None and filled is not None and filled < 0.6 * full
 
 
-def test_a_step_whose_documents_all_fit_into_one_row_accumulates_nothing() -> None:
-    words = ("hardware.gpus_per_node=1", "parallelism=single", "training.max_length=1024", "packing.row_length=8192")
-    for samples, accumulates in ((8, False), (9, True)):
-        config = resolved("qwen3b_zero2", *words, f"training.global_samples={samples}", *SETTLED[:2])
-        facts = config.model.facts
-        assert facts is not None
-        one_pass, more = (estimate_memory(config, facts, accumulates=known) for known in (False, True))
-        assert one_pass != more
-        assert estimate_memory(config, facts) == (more if accumulates else one_pass)
-
-
 @pytest.mark.parametrize(("samples", "micro"), [(8, 1), (528, 11)])
 def test_padded_passes_are_planned_as_the_batch_is_solved(samples: int, micro: int) -> None:
     words = ("packing=padded", "training.max_length=512", "hardware.gpus_per_node=8", "activation=stored")
@@ -209,6 +202,12 @@ def test_what_two_steps_held_fits_into_as_much(capacity: float | None, fits: boo
     assert judged(capacity=capacity).fits is fits
 
 
+def test_a_process_on_a_cpu_records_its_libraries_too() -> None:
+    alone = replace(GPUS, memory_gib=[3.0], memory_reserved_gib=[], memory_device_gib=[])
+    plan = judged(alone, generation=Generation.cpu)
+    assert (plan.total, plan.parts["overhead"]) == (3.0, pytest.approx(418 / 1024))
+
+
 def test_steps_that_ran_out_do_not_fit_and_leave_the_numbers_estimated() -> None:
     plan = judged(replace(GPUS, memory_gib=[], ran_out="the GPU ran out of memory before the first step was over"))
     assert (plan.parts, plan.total) == (ESTIMATED.parts, ESTIMATED.total)
@@ -265,3 +264,25 @@ def test_the_disk_holds_what_is_offloaded_to_it() -> None:
     plan = plan_host_memory(resolved("dolly3b_zero3_nvme"), None)
     assert plan.nvme_gib == pytest.approx(20 * 2_775_086_080 / GIB)
     assert "  on its NVMe disk 51.7" in host_memory_lines(plan)
+
+
+def test_whose_memory_is_meant() -> None:
+    """This machine's where the ranks start here; else only what the configuration has."""
+    gpu = Gpu(name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0), generation=generation_of((9, 0)))
+    machine = Machine(gpus=[gpu], driver="580.65.06", num_cpus=8, host_memory_gib=200.0)
+    config: RunConfig = compose("qwen05b_single", [*SETTLED]).config
+
+    def known(
+        machine: Machine, launcher: str = "local", gib: float | None = None, generation: str = "auto"
+    ) -> float | None:
+        config.launcher.name, config.hardware.host_memory_gib = LauncherName[launcher], gib
+        config.hardware.generation = Generation[generation]
+        return resolve_auto(config, machine).host_memory_gib
+
+    assert known(machine) == 200.0
+    assert known(machine, gib=64.0) == 64.0
+    assert known(machine, "slurm") is None
+    assert known(machine, "slurm", gib=64.0) == 64.0
+    assert known(machine, generation="volta") is None  # it cannot run here
+    assert known(NO_GPU) is None
+    assert known(NO_GPU, generation="cpu") == 8.0
