@@ -16,10 +16,6 @@ LLAMA = {
 }  # fmt: skip
 
 
-BY_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-BY_GPTQ = {"quant_method": "gptq", "bits": 4}
-
-
 def write_model(folder: Path, text: str | None = None, **changes: Any) -> ModelConfig:
     """A model in a folder whose config.json says this, or holds `text`."""
     stated = {key: value for key, value in (LLAMA | changes).items() if value is not None}

@@ -12,7 +12,6 @@ from tunebook.errors import DataError
 from tunebook.files import (
     atomic_write_json,
     atomic_write_text,
-    cache_root,
     read_json,
     remembered_hash,
     sha256_file,
@@ -103,12 +102,3 @@ def test_a_file_written_just_now_is_read_again(tmp_path: Path, reads: list[Path]
     remembered_hash(file)
     remembered_hash(file)
     assert reads == [file, file]
-
-
-def test_damaged_or_unwritable_cache_is_ignored(file: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_root().mkdir()
-    (cache_root() / "file_hashes.json").write_text("{broken")
-    assert remembered_hash(file) == remembered_hash(file) == hashlib.sha256(b"one").hexdigest()
-    assert reads == [file]
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(file / "below-a-file"))
-    assert remembered_hash(file) == hashlib.sha256(b"one").hexdigest()

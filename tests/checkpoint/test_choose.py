@@ -59,14 +59,14 @@ def test_the_runs_newest_complete_one(expected: Callable[..., Path | None], save
     assert expected() == oldest
 
 
-@pytest.mark.parametrize("where", ["run", "run/checkpoints", "run/checkpoints/checkpoint-2", "link"])
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "run/checkpoints/checkpoint-2", "link"])
 def test_a_run_or_a_checkpoint_is_named(
-    expected: Callable[..., Path | None], run: Path, save: MakeCheckpoint, where: str
+    expected: Callable[..., Path | None], run: Path, save: MakeCheckpoint, place: str
 ) -> None:
     checkpoint = save(2)
     (run.parent / "link").symlink_to("run")
-    assert expected(None, run.parent / where) == checkpoint
-    assert expected(run.parent / "new", run.parent / where) == checkpoint
+    assert expected(None, run.parent / place) == checkpoint
+    assert expected(run.parent / "new", run.parent / place) == checkpoint
 
 
 def test_a_runs_own_come_before_the_named_ones(

@@ -21,12 +21,12 @@ from tunebook.errors import RequestError
 MakeCheckpoint = Callable[..., Path]
 
 
-def changes(theirs: Identity, own: Identity) -> dict[str, str | None]:
+def changes(saved: Identity, current: Identity) -> dict[str, str | None]:
     """Each difference, and the value of `training.resume_anyway` that allows it; None if nothing does."""
-    found: dict[str, str | None] = {}
-    for difference in differences(theirs, own):
-        found.setdefault(difference.text, difference.allowed_by and difference.allowed_by.name)
-    return found
+    texts: dict[str, str | None] = {}
+    for difference in differences(saved, current):
+        texts.setdefault(difference.text, difference.allowed_by and difference.allowed_by.name)
+    return texts
 
 
 def with_settings(identity: Identity, **values: Any) -> Identity:
@@ -141,14 +141,14 @@ def test_shards_are_resharded_for_another_number_of_ranks_but_not_those_on_nvme(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "own"),
+    ("saved", "current"),
     [(ROUND_ROBIN, ZeroConfig(strategy=Strategy.zero2)), (SHARDED, FULL), (SHARDED, ROUND_ROBIN)],
     ids=["round robin", "state dict", "strategies"],
 )
 def test_another_layout_cannot_be_loaded(
-    identity: Identity, config: RunConfig, theirs: ParallelismConfig, own: ParallelismConfig
+    identity: Identity, config: RunConfig, saved: ParallelismConfig, current: ParallelismConfig
 ) -> None:
-    found = changes(*(identity_with(identity, config, parallelism) for parallelism in (theirs, own)))
+    found = changes(*(identity_with(identity, config, parallelism) for parallelism in (saved, current)))
     assert None in found.values()
 
 

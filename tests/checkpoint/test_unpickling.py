@@ -77,11 +77,11 @@ FORMATS: dict[str, Callable[[Any], bytes]] = {
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("how", EVIL)
-def test_torch_runs_nothing_though_it_was_asked_to(tmp_path: Path, form: str, how: str) -> None:
+@pytest.mark.parametrize("attack", EVIL)
+def test_torch_runs_nothing_though_it_was_asked_to(tmp_path: Path, form: str, attack: str) -> None:
     """As DeepSpeed asks: weights_only=False."""
     file = tmp_path / "mp_rank_00_model_states.pt"
-    file.write_bytes(FORMATS[form]({"module": {"weight": torch.ones(2)}, "evil": EVIL[how]}))
+    file.write_bytes(FORMATS[form]({"module": {"weight": torch.ones(2)}, "evil": EVIL[attack]}))
     with restricted_unpickling(), pytest.raises(DataError) as caught:
         torch.load(file, map_location="cpu", weights_only=False)
     assert (caught.value.exit_code, caught.value.problem_id) == (4, "checkpoint-unsafe")
@@ -153,11 +153,6 @@ def loaded(folder: Path) -> dict[str, Any]:
     return found
 
 
-def load_restricted(folder: Path) -> dict[str, Any]:
-    with restricted_unpickling():
-        return loaded(folder)
-
-
 @no_group
 def test_a_sharded_checkpoint_is_loaded_and_another_saved_meanwhile(sharded: Path) -> None:
     with restricted_unpickling():
@@ -169,9 +164,9 @@ def test_a_sharded_checkpoint_is_loaded_and_another_saved_meanwhile(sharded: Pat
 
 
 @no_group
-@pytest.mark.parametrize("how", EVIL)
-def test_its_list_runs_nothing(sharded: Path, how: str) -> None:
-    (sharded / ".metadata").write_bytes(pickle.dumps(EVIL[how]))
+@pytest.mark.parametrize("attack", EVIL)
+def test_its_list_runs_nothing(sharded: Path, attack: str) -> None:
+    (sharded / ".metadata").write_bytes(pickle.dumps(EVIL[attack]))
     with (
         pytest.raises(DataError, match=r"\.metadata holds .*nothing of it was run") as caught,
         restricted_unpickling(),

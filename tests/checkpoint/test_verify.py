@@ -45,7 +45,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "why"),
+    ("damage", "problem"),
     [
         (lambda file: file.unlink(), "global_step4/bf16_optim.pt is missing"),
         (lambda file: file.write_bytes(b"01234"), "bf16_optim.pt has 5 bytes and was written with 10"),
@@ -55,9 +55,9 @@ def flip_a_bit(file: Path) -> None:
     ],
     ids=["deleted", "truncated", "added", "a link for a file", "a linked folder"],
 )
-def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Path], object], why: str) -> None:
+def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Path], object], problem: str) -> None:
     damage(checkpoint / "global_step4" / "bf16_optim.pt")
-    assert why in str(examine(checkpoint).problem)
+    assert problem in str(examine(checkpoint).problem)
     assert newest_checkpoint(checkpoint.parent.parent) is None
     with pytest.raises(DataError) as raised:
         verified_record(checkpoint)

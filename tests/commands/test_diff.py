@@ -47,8 +47,8 @@ def test_each_section_names_what_differs(make_run: MakeRun, capsys: pytest.Captu
     assert {"key": "hardware.driver", "values": [None, "580.1"]} in printed["manifest"]
     assert not any(difference["key"].startswith("status") for difference in printed["manifest"])
     rows = {row["name"]: row for row in printed["results"]}
-    assert rows["loss"]["why"].startswith("differs from step 51;")
-    assert (rows["tokens/s/GPU"]["expected"], rows["tokens/s/GPU"]["found"]) == (1000.0, 500.0)
+    assert rows["loss"]["reason"].startswith("differs from step 51;")
+    assert (rows["tokens/s/GPU"]["expected"], rows["tokens/s/GPU"]["measured"]) == (1000.0, 500.0)
     assert rows["validation loss"]["difference"] == 1.0
 
 

@@ -40,6 +40,11 @@ def test_528_documents_on_8_gpus_as_published(requested, micro, accumulation):
     assert plan.rows_per_step == 528
 
 
+def test_padded_documents_longer_than_a_pass_are_passes_of_their_own():
+    plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528, max_length=16_384), None)
+    assert (plan.micro_batch_size, plan.accumulation) == (1, 66)
+
+
 def test_estimate_before_the_data_is_prepared():
     unknown = solve_batch(config_of(PackingMode.isolated, 8, global_samples=528), None)
     assert (unknown.rows_per_step, unknown.accumulation, unknown.total_steps, unknown.longest_row) == (None,) * 4

@@ -207,12 +207,13 @@ def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_c
 
 def test_answers_that_are_cut_are_counted_and_warned_of(run_config: Configs) -> None:
     talks = [[("user", "Hi"), ("assistant", "Yo" * (30 if n == 3 else 1))] for n in range(50)]
+    talks[7] += [("user", "Hi" * 30), ("assistant", "Yo")]  # cut within a question
     prepared = prepare(run_config(talks))
-    assert (prepared.train.counts.num_cut, prepared.train.counts.num_answers_cut) == (1, 1)
+    assert (prepared.train.counts.num_cut, prepared.train.counts.num_answers_cut) == (2, 1)
     (warning,) = [line for line in summary_lines(prepared) if "within an answer" in line]
     assert warning.startswith("    warning: 1 (2.0%)")
     split = prepare(run_config(talks, overlong=Overlong.split)).train.counts
-    assert (split.num_cut, split.num_answers_cut) == (1, 0)
+    assert (split.num_cut, split.num_answers_cut) == (2, 0)
 
 
 def test_adapters_cannot_train_added_tokens_in_divided_embeddings(run_config: Configs, tokenizer_folder: Any) -> None:

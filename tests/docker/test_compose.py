@@ -18,23 +18,7 @@ DOCKER = ROOT / "docker"
 RUNNING = ("train", "sweep", "plan", "chat", "eval")  # the services that run the image
 
 
-class Reset:
-    """Compose's `!reset`."""
-
-
-class ComposeLoader(yaml.SafeLoader):
-    """YAML with Compose's own tags."""
-
-
-ComposeLoader.add_constructor("!reset", lambda loader, node: Reset())
-ComposeLoader.add_constructor("!override", lambda loader, node: loader.construct_mapping(node, deep=True))
-
-
-def read(path: Path) -> dict[str, Any]:
-    return yaml.load(path.read_text(), ComposeLoader)
-
-
-COMPOSE = read(ROOT / "compose.yaml")
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 
 
@@ -83,26 +67,6 @@ def test_the_sandbox_has_nothing_of_the_users() -> None:
     )
     assert {"pids_limit", "mem_limit", "memswap_limit", "cpus"} <= sandbox.keys()
     assert all("size=" in folder for folder in sandbox["tmpfs"])
-
-
-def test_only_services_that_evaluate_share_the_hand_over_folder() -> None:
-    assert set(SERVICES) == {*RUNNING, "sandbox"}
-    sharing = {name for name, service in SERVICES.items() if any("handover" in target for target in targets(service))}
-    assert sharing == {"eval", "sandbox", "sweep", "train"}
-    group = SERVICES["sandbox"]["user"].split(":")[1]
-    assert {name: service.get("group_add") for name, service in SERVICES.items()} == {
-        "train": [group], "sweep": [group], "eval": [group], "plan": None, "chat": None, "sandbox": None,
-    }  # fmt: skip
-
-
-def test_the_cpu_override_takes_the_gpus_away_and_nothing_else() -> None:
-    override = read(DOCKER / "cpu" / "compose.yaml")["services"]
-    assert set(override) == set(RUNNING)
-    for service in override.values():
-        assert service.keys() == {"deploy", "ulimits"}
-        assert all(isinstance(value, Reset) for value in service.values())
-    # Compose reads it by itself if there is no .env.
-    assert (ROOT / "compose.override.yaml").resolve() == DOCKER / "cpu" / "compose.yaml"
 
 
 def test_without_env_file_every_path_exists_and_the_stage_that_says_so_is_built() -> None:

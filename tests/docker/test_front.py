@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tunebook.config.choices import Generation
-from tunebook.facts.generations import GENERATIONS, capability_text, generation_of, image_for_driver
+from tunebook.facts.generations import GENERATIONS, capability_text, image_for_driver
 
 TRAIN = ("run", "train", "quickstart")
 ONE_GPU = "0, GPU-5f3c7a10-0000-1111-2222-333344445555, {}, {}, {}\n"
@@ -111,13 +111,6 @@ def test_a_gpu_gets_the_image_of_the_facts(machine, generation):
         assert machine.setting("TUNEBOOK_IMAGE") == f"tunebook:{image.name}"
     machine.front("env", GPU=generation.name)
     assert machine.setting("TUNEBOOK_GENERATION") == facts.image.name
-
-
-@pytest.mark.parametrize("capability", [(8, 7), (12, 1)])
-def test_an_unknown_gpu_counts_as_the_newest_known_that_is_older(machine, capability):
-    machine.gpus(ONE_GPU.format(capability_text(capability), "590.44.01", "NVIDIA X"))
-    assert machine.front("env").returncode == 0
-    assert machine.setting("TUNEBOOK_GENERATION") == GENERATIONS[generation_of(capability)].image.name
 
 
 def test_visible_devices_select_gpus_and_a_named_image_must_be_for_them(machine, refused):

@@ -43,20 +43,18 @@ def answer(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "level", "part"),
+    ("machine", "level"),
     [
-        (machine_with(8), "ok", "8 x NVIDIA H200, 140.4 GiB, driver 580.159.04"),
-        (machine_with(2, notes=("CUDA_VISIBLE_DEVICES='0,1' leaves 2 of 8 GPUs visible",)), "ok", "leaves 2 of 8"),
-        (machine_with(7, notes=("GPU 3 does not answer (lost) and is left out",)), "warning", "GPU 3 does not answer"),
-        (CPU_ONLY, "ok", "no GPU; no NVIDIA driver answers here"),
+        (machine_with(8), "ok"),
+        (machine_with(7, notes=("GPU 3 does not answer (lost) and is left out",)), "warning"),
+        (CPU_ONLY, "ok"),
     ],
 )
-def test_which_gpus_there_are(machine, level, part, answer, monkeypatch):
+def test_which_gpus_there_are(machine, level, answer, monkeypatch):
     answer()
     monkeypatch.setattr(checks, "detect_machine", lambda: machine)
     found_machine, found = check_driver()
     assert (found_machine, found.level) == (machine, level)
-    assert part in found.what
 
 
 def test_a_driver_that_hangs_is_not_asked_again(answer, monkeypatch):

@@ -191,6 +191,14 @@ def test_questions_are_answered_and_streamed_text_is_no_markup(chat_of: Chats) -
     assert [turn["content"] for turn in chat.turns] == ["[bold]rain[/bold]", "[red] :x w"]
 
 
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, "out", interrupt)
+    assert talk(chat_of("apple bird"), "rain", "key").count("(stopped)") == 2
+
+
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\ufffd[31mb\ufffd\ufffd2Jc\ufffdd\te\nf é🦊"
 

@@ -20,7 +20,6 @@ from tunebook.evaluate import command
 from tunebook.evaluate.command import (
     EvaluationRequest,
     evaluate_command,
-    show_scores,
     worker_error,
 )
 from tunebook.launch.supervise import ProcessEnd
@@ -180,21 +179,3 @@ def record(when: str, value: float) -> dict[str, Any]:
     }  # fmt: skip
     content = {"when": when, "tasks": {"words": task}, "baseline": {"name": "look-up", "value": 0.08}}
     return content | {"contamination": None, "bound": {"mismatches": []}}
-
-
-def test_two_evaluations_are_shown_with_their_difference_and_its_error(console: Console, tmp_path: Path) -> None:
-    show_scores([record("before", 0.0), record("after", 0.9375)], tmp_path, console)
-    lines = console.export_text().splitlines()
-    assert [line for line in lines if "words (exact_match)" in line and "+93.8 ± 3.5 points" in line]
-    # the group's own error: sqrt(0.9375 x 0.0625 / 3), and none at 0
-    assert [line for line in lines if "reverse" in line and "+93.8 ± 14.0 points" in line]
-
-
-def test_more_faulty_answers_than_before_the_training_are_a_warning(console: Console, tmp_path: Path) -> None:
-    counts = {"num_answers": 100, "empty": 0, "looping": 0, "endless": 0, "examples": {}}
-    (tmp_path / "evaluation").mkdir()
-    before = record("before", 0.5) | {"answer_faults": {"words": counts}}
-    (tmp_path / "evaluation" / "before.json").write_text(json.dumps(before))
-    faulty = {**counts, "empty": 50, "examples": {"empty": {"item": 1, "end": ""}}}
-    show_scores([record("after", 0.5) | {"answer_faults": {"words": faulty}}], tmp_path, console)
-    assert "warning: words: 50.0% (50 of 100) of the answers after training are empty" in console.export_text()

@@ -123,8 +123,8 @@ def started(number: int) -> str:
     return f"2026-11-21T10:{number // 60:02d}:{number % 60:02d}+00:00"
 
 
-def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int, words: tuple[str, ...]) -> None:
-    command = ["tunebook", "train", "quickstart", *words, "outputs=/somewhere"]
+def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int, overrides: tuple[str, ...]) -> None:
+    command = ["tunebook", "train", "quickstart", *overrides, "outputs=/somewhere"]
     manifest = read_manifest(folder) | {"command": command}
     lock = manifest["environment"]["lock"] | {"differences": {}}  # whatever is installed here
     manifest["environment"] |= {"lock": lock, "lock_sha256": lock["sha256"]}

@@ -97,10 +97,3 @@ def test_real_evidence_comes_first_in_a_card_and_its_score_counts(evidence: Path
     assert cells("quickstart", recorded) == (
         "[1 real, 1 from-scratch, 1 machinery](recipes/quickstart/README.md#evidence) | words 0.125"
     )
-
-
-def test_a_card_shows_a_target_and_when_it_was_reached(card: Path, make_run: MakeRun, record: Record) -> None:
-    record(make_run(), make_run(), target="words:exact_match>=0.9")
-    text = card.read_text()
-    assert "| loss may differ by | target |" in text
-    assert "| words:exact_match >= 0.9: reached at step 60, after 6 to 6.1 s of training |" in text

@@ -27,8 +27,8 @@ def on_gpus(make_run: MakeRun, record: Record) -> Path:
     return record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=1010.0))
 
 
-def between(one: Path, other: Path) -> Comparison:
-    return compare(claim_of_run(read_finished(one)), read_finished(other))
+def between(first: Path, second: Path) -> Comparison:
+    return compare(claim_of_run(read_finished(first)), read_finished(second))
 
 
 def relog(run: Path, steps: list[int], first: int = 0) -> Path:
@@ -46,8 +46,8 @@ def test_an_equal_run_agrees_and_a_cpus_speed_and_memory_are_only_shown(evidence
     assert {name: row.verdict for name, row in rows.items()} == {
         LOSS: Verdict.same, SPEED: Verdict.shown, MEMORY: Verdict.shown, SCORE: Verdict.same,
     }  # fmt: skip
-    assert rows[SPEED].why == "on a CPU"
-    assert rows[LOSS].why.startswith("equal to the last bit")
+    assert rows[SPEED].reason == "on a CPU"
+    assert rows[LOSS].reason.startswith("equal to the last bit")
 
 
 @pytest.mark.parametrize(("scale", "verdict"), [(1 + 5e-5, Verdict.same), (1 + 5e-4, Verdict.different)])
@@ -55,7 +55,7 @@ def test_a_loss_that_leaves_the_tolerance_differs(
     evidence: Path, make_run: MakeRun, scale: float, verdict: Verdict
 ) -> None:
     row = rows_of(make_run(losses=curve(scale)))[LOSS]
-    assert (row.verdict, row.why.partition(";")[0]) == (verdict, "differs from step 51")
+    assert (row.verdict, row.reason.partition(";")[0]) == (verdict, "differs from step 51")
 
 
 def test_a_score_may_be_three_standard_errors_off(evidence: Path, make_run: MakeRun) -> None:
@@ -76,7 +76,7 @@ def test_on_other_hardware_only_loss_and_score_are_judged(on_gpus: Path, make_ru
     assert [rows[name].verdict for name in (LOSS, SPEED, MEMORY, SCORE)] == [
         Verdict.different, Verdict.shown, Verdict.shown, Verdict.same,
     ]  # fmt: skip
-    assert "hardware.gpu is None" in rows[SPEED].why
+    assert "hardware.gpu is None" in rows[SPEED].reason
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_a_step_that_is_split_in_another_way_has_the_same_loss_but_no_comparable
 def test_a_speed_whose_repetitions_are_far_apart_is_shown(make_run: MakeRun, record: Record) -> None:
     record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=2500.0))
     rows = rows_of(make_run(gpus=1, speed=10.0))
-    assert (rows[SPEED].verdict, rows[SPEED].why) == (Verdict.shown, "the recorded runs differ too much")
+    assert (rows[SPEED].verdict, rows[SPEED].reason) == (Verdict.shown, "the recorded runs differ too much")
     assert rows[MEMORY].verdict is Verdict.same
 
 
 def test_other_packages_are_named_and_not_judged(evidence: Path, make_run: MakeRun) -> None:
     found = verified(make_run(manifest={"environment": {"packages": {"torch": "0.1"}}}))
     assert (found.rows[-1].name, found.rows[-1].verdict, found.exit_code) == ("packages", Verdict.shown, 0)
-    assert "packages.accelerate is None, recorded with " in found.rows[-1].why
+    assert "packages.accelerate is None, recorded with " in found.rows[-1].reason
 
 
 def test_a_single_run_is_compared_by_the_floors(make_run: MakeRun) -> None:
@@ -121,7 +121,7 @@ def test_a_run_that_was_killed_is_compared_at_the_steps_that_it_has(make_run: Ma
     for claim, found in ((whole, killed), (killed, whole)):
         row = between(claim, found).rows[0]
         assert (row.verdict, row.difference) == (Verdict.same, 0.0)
-        assert row.why.startswith("steps that only one run logged: 30; ")
+        assert row.reason.startswith("steps that only one run logged: 30; ")
 
 
 @pytest.mark.parametrize("num_kills", [0, 1])
@@ -129,26 +129,28 @@ def test_more_missing_steps_than_kills_are_a_difference(make_run: MakeRun, num_k
     other = relog(make_run(), [*range(3, 61)], first=2)
     edit_json(other / "manifest.json", earlier_attempts=EARLIER * num_kills)
     found = between(make_run(), other)
-    assert (found.exit_code, found.rows[0].why) == (5, "steps that only one run logged: 1, 2")
+    assert (found.exit_code, found.rows[0].reason) == (5, "steps that only one run logged: 1, 2")
 
 
 def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> None:
     record(*(make_run(validation={30: 3.0, 60: 2.0}) for _ in range(2)), target="validation_loss<=2.5@60")
     found = verified(make_run(validation={30: 2.6, 60: 2.45}))
     row = found.rows[-1]
-    assert (row.name, row.expected, row.found) == ("target: validation_loss <= 2.5 within 60 steps", 2.5, 2.45)
+    assert (row.name, row.expected, row.measured) == ("target: validation_loss <= 2.5 within 60 steps", 2.5, 2.45)
     assert (row.verdict, found.exit_code) == (Verdict.reached, 0)
-    assert row.why.startswith("reached at step 60, after 6.1 s of training; recorded: reached at step 60, after 6 to ")
+    assert row.reason.startswith(
+        "reached at step 60, after 6.1 s of training; recorded: reached at step 60, after 6 to "
+    )
     missed = verified(make_run(validation={60: 2.51}))
-    assert (missed.rows[-1].verdict, missed.rows[-1].found, missed.exit_code) == (Verdict.missed, 2.51, 5)
+    assert (missed.rows[-1].verdict, missed.rows[-1].measured, missed.exit_code) == (Verdict.missed, 2.51, 5)
     assert verified(make_run()).rows[-1].verdict is Verdict.missed  # without a validation
 
 
 # --- the inputs of two runs
 
 
-def keys(one: Inputs, other: Inputs) -> list[str]:
-    return [key for key, _, _ in input_differences(one, other)]
+def keys(first: Inputs, second: Inputs) -> list[str]:
+    return [key for key, _, _ in input_differences(first, second)]
 
 
 def test_settings_and_data_are_compared_and_the_split_is_not(make_run: MakeRun) -> None:

@@ -13,7 +13,6 @@ from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.gather import RunFacts, read_facts, read_finished, training_overrides
-from tunebook.evidence.schema import Software
 from tunebook.files import sha256_file
 from tunebook.record.manifest import RunState, finish_manifest
 from tunebook.record.run_record import RunRecord
@@ -69,29 +68,6 @@ def test_a_score_comes_with_that_of_clean_items(make_run: MakeRun) -> None:
     file.write_text(json.dumps(record))
     found = read_facts(file.parents[1]).results.scores["words"].contamination
     assert found == {**counts, "value": 0.5, "stderr": 0.2}
-
-
-def software(differences: dict[str, dict[str, str | None]] | None, lock_sha256: str | None) -> Software:
-    lock = {"name": "cpu", "sha256": "5" * 64, "differences": differences, "reason": None}
-    environment = {"lock": lock, "lock_sha256": lock_sha256, "image_digest": None, "python": "3.11.2", "packages": {}}
-    return run_of(plain_config(), {"code": {"git_commit": "a" * 40}, "environment": environment}).software
-
-
-def test_differences_from_the_lock_are_named_if_they_matter_and_counted_if_not() -> None:
-    found = software(
-        {
-            "torch": {"installed": "2.11.0", "locked": "2.13.0"},
-            "aiohttp": {"installed": "3.1", "locked": "3.2"},
-            "trl": {"installed": None, "locked": "1.16.0"},
-        },
-        None,
-    )
-    assert found.deviation() == (
-        "torch 2.11.0 where the lock has 2.13.0, no trl where the lock has 1.16.0, other packages that differ: 1"
-    )
-    assert software({}, "5" * 64).deviation() is None
-    assert software(None, "5" * 64).deviation() is None  # an image that was compared when it was built
-    assert software(None, None).deviation() == "packages not compared with a lock"
 
 
 def test_an_unfinished_run_is_refused_and_can_be_resumed(make_run: MakeRun) -> None:

@@ -56,7 +56,7 @@ def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"format": 2}, "format: Input should be less than or equal to 1"),
         ({"extra": 1}, "extra: Extra inputs are not permitted"),
@@ -64,6 +64,6 @@ def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
         ({"results": None}, "results: Input should be"),
     ],
 )
-def test_a_file_of_another_form_is_refused_with_the_place(evidence: Path, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_file_of_another_form_is_refused_with_the_place(evidence: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read_evidence(edit_json(evidence, **change))

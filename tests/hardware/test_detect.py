@@ -24,7 +24,6 @@ class Card:
     mig: bool | None = None  # None: a model that does not know MIG
     slices: list[Card] = field(default_factory=list)
     is_lost: bool = False
-    has_memory: bool = True  # that NVML tells
 
 
 @pytest.fixture
@@ -48,11 +47,6 @@ def nvml(monkeypatch):
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
             return card.slices[place]
 
-        def memory(card):
-            if not card.has_memory:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
-            return SimpleNamespace(total=int(card.gib * GIB))
-
         answers = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
@@ -61,7 +55,7 @@ def nvml(monkeypatch):
             "nvmlDeviceGetHandleByIndex": by_index,
             "nvmlDeviceGetName": lambda card: card.name,
             "nvmlDeviceGetUUID": lambda card: card.uuid,
-            "nvmlDeviceGetMemoryInfo": memory,
+            "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=int(card.gib * GIB)),
             "nvmlDeviceGetCudaComputeCapability": lambda card: list(card.capability),
             "nvmlDeviceGetMigMode": mig_mode,
             "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
@@ -120,14 +114,6 @@ def test_a_process_sees_one_mig_slice(nvml, monkeypatch):
     assert "split into 2 MIG slices" in machine.notes[0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-y")
     assert [gpu.memory_gib for gpu in detect_machine().gpus] == [20.0]
-
-
-def test_a_slice_in_a_container_that_may_not_know_the_whole_gpus_memory(nvml, monkeypatch):
-    part = Card("MIG 3g.40gb", capability=(8, 0), gib=39.5, uuid="MIG-x")
-    nvml(Card("NVIDIA A100", capability=(8, 0), mig=True, has_memory=False, slices=[part]))
-    machine = detect_machine()
-    assert [(gpu.uuid, gpu.memory_gib, gpu.is_mig) for gpu in machine.gpus] == [("MIG-x", 39.5, True)]
-    assert machine.notes == []
 
 
 def test_one_broken_gpu_does_not_hide_the_others(nvml):

@@ -24,29 +24,12 @@ def test_one_rank_sees_one_gpu(small, visible, expected):
     assert rank_environment(small(), inherited)["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_eight_ranks_see_eight_gpus(small):
-    assert rank_environment(small(gpus=8), {})["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-
-
 def test_a_cpu_run_leaves_the_gpus_alone_and_keeps_what_the_user_set(small):
     cpu = small(generation=Generation.cpu)
     environment = rank_environment(cpu, {"OMP_WAIT_POLICY": "ACTIVE", "PATH": "/usr/bin"})
     assert "CUDA_VISIBLE_DEVICES" not in environment
     assert (environment["OMP_WAIT_POLICY"], environment["DS_ACCELERATOR"]) == ("ACTIVE", "cpu")
     assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
-
-
-@pytest.mark.parametrize(
-    ("inherited", "expected"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),  # by its old name, and switched off
-    ],
-)
-def test_the_allocators_segments_grow_unless_the_user_says_how(small, inherited, expected):
-    environment = rank_environment(small(), inherited)
-    assert {name: text for name, text in environment.items() if "ALLOC_CONF" in name} == expected
 
 
 def test_several_ranks_share_the_cores(small):

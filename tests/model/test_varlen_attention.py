@@ -174,13 +174,3 @@ def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(
     for (name, weight), own in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(own.grad, weight.grad, rtol=1e-3, atol=1e-4, msg=name)
         assert not name.endswith("sinks") or weight.grad.abs().min() > 1e-4
-
-
-def test_torchs_operations_take_what_they_are_given():
-    """They are not public. Each call is one that the operation's schema accepts, with shapes of tensors alone."""
-    query, key = torch.empty(12, 4, 8, device="meta"), torch.empty(12, 2, 8, device="meta")
-    ends = torch.tensor([0, 7, 12], dtype=torch.int32, device="meta")
-    attended, sums = module._varlen_forward(query, key, key, ends, 7, 0.5, 3)
-    assert (attended.shape, sums.shape, sums.dtype) == (query.shape, (4, 12), torch.float32)
-    grads = module._varlen_backward(attended, query, key, key, attended, sums, ends, 7, 0.5, -1)
-    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]

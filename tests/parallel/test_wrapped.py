@@ -159,7 +159,7 @@ DDP = {"strategy": "ddp", "wrapper": "DistributedDataParallel", "ranks": 4}
 
 
 @pytest.mark.parametrize(
-    ("choice", "found"),
+    ("choice", "wrapped"),
     [
         ("fsdp", FSDP),
         ("fsdp_offload", FSDP | {"offload_parameters": "cpu"}),
@@ -169,8 +169,8 @@ DDP = {"strategy": "ddp", "wrapper": "DistributedDataParallel", "ranks": 4}
         ("ddp", DDP),
     ],
 )
-def test_what_was_asked_for_passes(config_on, choice, found):
-    require_expected(config_on(choice, 4), [found] * 4, found.get("unit_classes", []))
+def test_what_was_asked_for_passes(config_on, choice, wrapped):
+    require_expected(config_on(choice, 4), [wrapped] * 4, wrapped.get("unit_classes", []))
 
 
 def test_hsdp_is_a_mesh_of_copies_and_shards(config_on):
@@ -185,7 +185,7 @@ def test_ddp_on_one_rank_is_the_bare_module(config_on):
 
 
 @pytest.mark.parametrize(
-    ("choice", "found", "words"),
+    ("choice", "wrapped", "message"),
     [
         ("fsdp", DDP, "strategy fsdp was asked for and ddp found.*DistributedDataParallel"),
         ("fsdp_offload", FSDP, "offload_parameters cpu was asked for and none found"),
@@ -198,11 +198,11 @@ def test_ddp_on_one_rank_is_the_bare_module(config_on):
         ("ddp", DDP | {"ranks": 2}, "ranks 4 was asked for and 2 found"),
     ],
 )
-def test_anything_else_is_refused_by_name_on_the_rank_that_has_it(config_on, choice, found, words):
+def test_anything_else_is_refused_by_name_on_the_rank_that_has_it(config_on, choice, wrapped, message):
     expected = {"fsdp": FSDP, "fsdp_offload": FSDP | {"offload_parameters": "cpu"}, "zero2": ZERO2, "ddp": DDP}[choice]
     units = expected.get("unit_classes", [])
-    with pytest.raises(InvalidTrainingError, match=f"parallelism=.* on rank 2 {words}") as caught:
-        require_expected(config_on(choice, 4), [expected, expected, found, expected], units)
+    with pytest.raises(InvalidTrainingError, match=f"parallelism=.* on rank 2 {message}") as caught:
+        require_expected(config_on(choice, 4), [expected, expected, wrapped, expected], units)
     assert (caught.value.exit_code, caught.value.problem_id) == (7, "other-parallelism")
 
 

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-
-import pytest
-from rich.console import Console
-
-from tunebook.commands.plan import plan_command
 from tunebook.plan.alternatives import LongestRow, longest_row
 from tunebook.plan.draft import draft_run
 from tunebook.plan.memory.verdict import tensors_fit
@@ -42,17 +35,3 @@ def test_where_nothing_fits_or_nothing_is_known() -> None:
     assert longest(*offloaded, "hardware.memory_gib=140", "hardware.host_memory_gib=40").tokens == 0
     unknown = ["model=hub", "model.name=a/b", "dataset=synthetic", "hardware=hopper", "hardware.gpus_per_node=1"]
     assert longest_row(draft_run(None, unknown, [], NO_GPU)) is None
-
-
-def test_the_command_prints_it_and_adds_it_to_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, *words = (*RECIPE, *IN_A_GROUP)
-    console = Console(file=io.StringIO(), width=200)
-    assert plan_command(recipe, words, [], console, is_longest=True) == 0
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert lines[0].startswith(
-        "Longest row shared by 2 GPUs (estimated, one document in each row, 79.6 GiB a GPU): 40,960"
-    )
-    assert lines[1].split()[:2] == ["training.max_length=40960", "packing.row_length=40960"]
-    assert plan_command(recipe, words, [], console, is_longest=True, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["longest"]["tokens"] == 40_960

@@ -106,17 +106,3 @@ def test_counts_scores_and_examples(make_run: MakeRun) -> None:
     assert "is it &lt;b&gt;a mill&lt;/b&gt;" in page
     assert page.count(">contaminated</span>") == 2
     assert "train.jsonl is gone" in render_run(read_run(checked(run, not_checked="train.jsonl is gone", groups={})))
-
-
-def test_faults_are_on_the_page(make_run: MakeRun) -> None:
-    run = make_run()
-    for when, endless in (("before", 1), ("after", 40)):
-        file = run / "evaluation" / f"{when}.json"
-        record = json.loads(file.read_text())
-        counts = {"num_answers": 50, "empty": 0, "looping": 0, "endless": endless}
-        record["answer_faults"] = {"example": {**counts, "examples": {"endless": {"item": 1, "end": "<i>so on"}}}}
-        file.write_text(json.dumps(record))
-    page = render_run(read_run(run))
-    assert "80.0% (40 of 50)" in page
-    assert "more than before" in page
-    assert "&lt;i&gt;so on" in page

@@ -10,7 +10,6 @@ import pytest
 
 from tunebook.record.locks import (
     LOCKED_PYTHON,
-    describe_differences,
     generation_versions,
     installed_versions,
     lock_differences,
@@ -94,20 +93,3 @@ def test_the_build_of_torch_decides_which_lock_of_the_cpu_counts(project_root: P
     assert generation_versions(folder, registry)["torch"] == "2.13.0"
     assert generation_versions(folder, registry)["nvidia-cublas"] == "13.1.1.3"
     assert generation_versions(project_root / "docker/hopper", own)["torch"] == "2.13.0"  # a CPU build does not serve
-
-
-def test_differences_start_with_torch() -> None:
-    differences: dict[str, dict[str, str | None]] = {
-        "aiohttp": {"installed": "3.14.0", "locked": "3.14.5"},
-        "bitsandbytes": {"installed": None, "locked": "0.50.2"},
-        "torch": {"installed": "2.11.0", "locked": "2.13.0"},
-        "wandb": {"installed": "0.31.0", "locked": None},
-    }
-    assert [line.split(" where")[0] for line in describe_differences(differences)] == [
-        "torch 2.11.0",
-        "no bitsandbytes",
-        "aiohttp 3.14.0",
-        "wandb 0.31.0",
-    ]
-    assert len(describe_differences(differences, 1)) == 2
-    assert describe_differences({}) == []

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.book import book_root
-from tunebook.files import sha256_file
-from tunebook.record import provenance
 from tunebook.record.locks import installed_versions
 from tunebook.record.provenance import (
     describe_code,
@@ -120,24 +118,6 @@ def test_an_image_has_the_lock_that_it_was_built_from(image_file: Path, monkeypa
     assert environment["lock"]["differences"] == {
         "torch": {"installed": installed_versions()["torch"], "locked": "2.13.1"}
     }
-
-
-def test_a_lock_is_claimed_only_without_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "book_root", lambda: tmp_path)
-    monkeypatch.setattr(provenance, "installed_versions", lambda: {"torch": "2.11.0", "numpy": "2.4.6"})
-    lock = tmp_path / "docker" / "hopper" / "requirements.lock"
-    lock.parent.mkdir(parents=True)
-    for locked, python, expected in (
-        ("torch==2.11.0\nnumpy==2.4.6", "3.11.9", set()),
-        ("torch==2.13.0\ntrl==1.16.0", "3.11.9", {"torch", "numpy", "trl"}),
-        ("torch==2.11.0\nnumpy==2.4.6", "3.12.3", {"python"}),
-    ):
-        lock.write_text(locked)
-        monkeypatch.setattr(platform, "python_version", lambda python=python: python)
-        environment = describe_environment("hopper")
-        assert environment["lock"]["differences"].keys() == expected
-        assert environment["lock"]["sha256"] == sha256_file(lock)  # that it was compared with
-        assert environment["lock_sha256"] == (None if expected else sha256_file(lock))
 
 
 def test_variables_and_commands_are_recorded_without_secrets_and_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,26 +76,6 @@ def test_the_error_of_a_change_is_that_of_the_paired_items(tmp_path: Path) -> No
     assert changes(score_rows(*records, *pairs)[0]) == unpaired
 
 
-def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
-    before, after = evaluation(31.5), evaluation(12.25)
-    task, _ = score_rows(before, after)
-    assert not task.has_bar
-    assert texts(task) == ["31.5 ± 0.02", "12.2 ± 0.02"]
-    assert changes(task) == ["", "\N{MINUS SIGN}19.2 ± 0.0283"]  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
-    after = evaluation(0.72)
-    after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}
-    task, group = score_rows({}, after)
-    assert (task.has_bar, texts(task), texts(group)) == (False, [None, "0.72 ± 0.02"], [None, "0.72 ± 0.224"])
-
-
-def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
-    baseline = {"name": "look-up", "value": 0.25, "groups": {"sort": {"value": 0.4, "num_items": 5}}}
-    after = evaluation(0.8, baseline=baseline)
-    assert [row.baseline for row in score_rows({}, after)] == [0.25, 0.4]
-    after["tasks"]["other"] = after["tasks"]["example"]
-    assert [row.baseline for row in score_rows({}, after)] == [None] * 4  # whose would it be?
-
-
 def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
     before = evaluation(0, samples=[sample(f"p{number}", "no", False) for number in range(1, 8)])
     after = evaluation(1, samples=[sample(f"p{number}", "yes", True) for number in range(7)])

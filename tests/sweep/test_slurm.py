@@ -41,7 +41,7 @@ def study(tmp_path: Path) -> Study:
     sweep = Sweep(
         recipe="quickstart",
         recipes_dirs=[],
-        words=["launcher=slurm", "training.seed=0,1,2"],
+        overrides=["launcher=slurm", "training.seed=0,1,2"],
         config_sha256="0",
         num_trials=None,
         metric="final_loss",

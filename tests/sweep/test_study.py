@@ -16,14 +16,14 @@ SEARCHED = ["training.max_steps=3", "optimizer.learning_rate=tag(log,interval(1e
 LISTED = ["training.seed=0,1", "training.max_steps=3,4"]
 
 
-def sweep_of(words: list[str], **values: Any) -> Sweep:
+def sweep_of(overrides: list[str], **values: Any) -> Sweep:
     values = {"num_trials": None, "metric": "final_loss", "config_sha256": "0" * 64} | values
-    return Sweep(recipe="quickstart", recipes_dirs=[], words=words, **values)
+    return Sweep(recipe="quickstart", recipes_dirs=[], overrides=overrides, **values)
 
 
-def study_in(folder: Path, words: list[str] = LISTED, **values: Any) -> Study:
+def study_in(folder: Path, overrides: list[str] = LISTED, **values: Any) -> Study:
     folder.mkdir(exist_ok=True)
-    study = Study(folder, sweep_of(words, **values))
+    study = Study(folder, sweep_of(overrides, **values))
     study.enqueue_grid()
     return study
 
@@ -160,5 +160,5 @@ def test_the_newest_folder_of_the_same_sweep_is_found(tmp_path: Path) -> None:
 def test_a_search_with_more_trials_is_the_same_and_one_with_another_seed_is_not() -> None:
     identity = sweep_of(SEARCHED, num_trials=3).identity
     assert sweep_of(SEARCHED, num_trials=5).identity == identity
-    others = [{"seed": 1}, {"metric": "seconds"}, {"words": [SEARCHED[1], "schedule=linear,cosine"]}]
-    assert all(sweep_of(**{"words": SEARCHED, "num_trials": 3} | other).identity != identity for other in others)
+    others = [{"seed": 1}, {"metric": "seconds"}, {"overrides": [SEARCHED[1], "schedule=linear,cosine"]}]
+    assert all(sweep_of(**{"overrides": SEARCHED, "num_trials": 3} | other).identity != identity for other in others)

@@ -52,7 +52,7 @@ def result_of(tmp_path: Path) -> MakeResult:
         (folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
         log = tmp_path / "trial-000.log"
         log.write_text(printed)
-        return read_result(folder, log, exit_code, seconds=1.5, how=None)
+        return read_result(folder, log, exit_code, seconds=1.5, ending=None)
 
     return make
 

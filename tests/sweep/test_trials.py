@@ -37,11 +37,11 @@ time.sleep(600)
 """
 
 
-def study_in(folder: Path, words: list[str], **values: object) -> Study:
+def study_in(folder: Path, overrides: list[str], **values: object) -> Study:
     sweep = Sweep(
         recipe="mine",
         recipes_dirs=["/recipes"],
-        words=words,
+        overrides=overrides,
         config_sha256="0",
         num_trials=None,
         metric="final_loss",

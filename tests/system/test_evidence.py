@@ -34,4 +34,4 @@ def test_a_run_is_made_again_from_its_manifest_to_the_last_bit(run, read_run, tr
     assert found["manifest"] == []
     rows = {row["name"]: row for row in found["results"]}
     assert rows["loss"]["difference"] == 0.0
-    assert rows["loss"]["why"].startswith("equal to the last bit")
+    assert rows["loss"]["reason"].startswith("equal to the last bit")

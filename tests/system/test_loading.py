@@ -183,21 +183,3 @@ def test_a_tied_weight_that_is_stored_under_the_heads_name(
     assert len(found) == 2
     for sums in found:
         assert sums == pytest.approx(expected, rel=1e-6, abs=1e-5)
-
-
-def test_a_run_with_a_file_cut_off_ends_before_any_rank_starts(run, damaged: list[Path], tmp_path: Path) -> None:
-    model = [f"model.path={damaged[FAULTS.index('file cut off')]}", "model.weights=pretrained", "model.facts=null"]
-    ended = run(["tunebook", "train", "quickstart", *model, "evaluation=none", "hardware=cpu", f"outputs={tmp_path}"])
-    assert ended.exit_code == 2, ended.output
-    assert "was cut off. Copy or download it again" in ended.output
-    assert "Traceback" not in ended.output
-
-
-def test_a_run_with_a_weight_missing_ends_with_2_on_two_ranks(run, damaged: list[Path], tmp_path: Path) -> None:
-    model = [f"model.path={damaged[0]}", "model.weights=pretrained", "model.facts=null", "model.tokenizer=DIR"]
-    model[-1] = f"model.tokenizer={Path(__file__).parents[2] / 'recipes' / 'quickstart' / 'model'}"
-    ranks = ["hardware=cpu", "hardware.gpus_per_node=2", "parallelism=ddp", "training.max_steps=1"]
-    ended = run(["tunebook", "train", "quickstart", *model, *ranks, "evaluation=none", f"outputs={tmp_path}"])
-    assert ended.exit_code == 2, ended.output
-    assert "1 missing keys such as model.layers.1.mlp.up_proj.weight" in ended.output
-    assert "Traceback" not in ended.output

@@ -76,9 +76,9 @@ def weights(folder):
     return load_file(file)
 
 
-def same_weights(one, other):
+def same_weights(folder, other):
     """True if two model folders contain the same tensors, and at least one."""
-    first, second = weights(one), weights(other)
+    first, second = weights(folder), weights(other)
     return bool(first) and all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
 
 

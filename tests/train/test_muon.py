@@ -28,9 +28,9 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(4, 7, bias=False)
         self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """(words,) -> (words, 7)"""
-        hidden = torch.einsum("wh,eho->wo", self.project(self.embed_tokens(words)), self.experts)
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(tokens,) -> (tokens, 7)"""
+        hidden = torch.einsum("wh,eho->wo", self.project(self.embed_tokens(token_ids)), self.experts)
         return self.lm_head(self.norm(hidden))
 
 

@@ -8,7 +8,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as upstream
 
 from tunebook.train import one_pass_head as ours
-from tunebook.train.one_pass_head import OnePassLogProbFunction, one_pass_head
+from tunebook.train.one_pass_head import OnePassLogProbFunction
 
 NUM_TOKENS, HIDDEN, WORDS = 21, 16, 50
 ASKED = ("entropy", "is_top1")
@@ -86,30 +86,6 @@ def test_tokens_that_count_differently_are_refused(inputs):
     found = OnePassLogProbFunction.apply(hidden, weight, bias, targets, 1.0, 32, None, 1.0, ASKED)
     with pytest.raises(RuntimeError, match="weigh all tokens alike"):
         (found[0] * torch.arange(NUM_TOKENS)).sum().backward()
-
-
-def test_one_pass_head_is_used_only_for_gradients_on_a_gpu(inputs, monkeypatch):
-    hidden, weight, bias, targets = inputs
-    made = []
-    monkeypatch.setattr(OnePassLogProbFunction, "apply", lambda *words: made.append("one pass"))
-    monkeypatch.setattr(ChunkedLogProbFunction, "apply", lambda *words: made.append("two passes"))
-    settings = (hidden, weight, bias, targets, 1.0, 32, None, 1.0, ASKED)
-
-    def call(*words):
-        upstream._ChunkedLogProbFunction.apply(*words)
-        return made.pop()
-
-    with one_pass_head():
-        monkeypatch.setattr(upstream, "_use_triton", lambda device: True)
-        assert call(*settings) == "two passes"  # nothing needs a gradient
-        weight.requires_grad_()
-        assert call(*settings) == "one pass"
-        assert call(hidden[:0], *settings[1:]) == "two passes"  # no token is judged
-        with torch.no_grad():
-            assert call(*settings) == "two passes"
-        monkeypatch.setattr(upstream, "_use_triton", lambda device: False)
-        assert call(*settings) == "two passes"
-    assert upstream._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
 def test_a_runs_losses_and_gradients_are_those_of_two_passes(whole, config, changed, run, monkeypatch):

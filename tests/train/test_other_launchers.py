@@ -31,7 +31,7 @@ def test_ranks_get_no_variables_of_other_launchers_wherever_they_start():
 
 
 @pytest.mark.parametrize(
-    ("found", "sign"),
+    ("variables", "sign"),
     [
         (BY_TORCHRUN, "TORCHELASTIC_RUN_ID"),
         (BY_ACCELERATE, "ACCELERATE_MIXED_PRECISION"),
@@ -43,9 +43,9 @@ def test_ranks_get_no_variables_of_other_launchers_wherever_they_start():
     ],
     ids=str,
 )
-def test_a_run_inside_another_launcher_or_with_its_variables_is_refused(found, sign):
+def test_a_run_inside_another_launcher_or_with_its_variables_is_refused(variables, sign):
     with pytest.raises(RequestError, match=sign) as caught:
-        refuse_inside_launcher(["--local_rank=1", *TRAIN], KEPT | found)
+        refuse_inside_launcher(["--local_rank=1", *TRAIN], KEPT | variables)
     assert caught.value.problem_id == "inside-launcher"
 
 

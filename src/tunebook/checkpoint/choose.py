@@ -24,16 +24,16 @@ from tunebook.errors import DataError, RequestError
 Check = Callable[[Path, CheckpointRecord], str | None]  # why a complete checkpoint is damaged
 
 
-def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> Path | None:
+def expected_checkpoint(config: RunConfig, run: Path | None, identity: Identity) -> Path | None:
     """The checkpoint that the ranks will resume from unless its content is damaged; None to start at the beginning.
 
     Raises: RequestError for a checkpoint of another run, or a named folder without one; DataError for a named
     checkpoint that is damaged.
     """
-    return _first_sound(config, run, own, check=lambda path, record: None, report=lambda line: None)
+    return _first_sound(config, run, identity, check=lambda path, record: None, report=lambda line: None)
 
 
-def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Callable[[str], None]) -> Path | None:
+def choose_checkpoint(config: RunConfig, run: Path, identity: Identity, report: Callable[[str], None]) -> Path | None:
     """The verified checkpoint that the ranks resume from; None to start at the beginning.
 
     A collective; `report` is called on every rank. Raises: as `expected_checkpoint`.
@@ -47,11 +47,11 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
         return problem
 
     on_first_rank(lambda: clean_up(checkpoints))
-    return _first_sound(config, run, own, check, report)
+    return _first_sound(config, run, identity, check, report)
 
 
 def _first_sound(
-    config: RunConfig, run: Path | None, own: Identity, check: Check, report: Callable[[str], None]
+    config: RunConfig, run: Path | None, identity: Identity, check: Check, report: Callable[[str], None]
 ) -> Path | None:
     """The first checkpoint that is complete and passes `check`: of the run's own, then of the named ones."""
     named, reasons = resume_folder(config), []
@@ -59,7 +59,7 @@ def _first_sound(
     for candidate in _then_named(of_run, named):
         problem = candidate.problem
         if candidate.record is not None:
-            require_same(candidate.path, candidate.record, own, config.training.resume_anyway)
+            require_same(candidate.path, candidate.record, identity, config.training.resume_anyway)
             problem = check(candidate.path, candidate.record)
             if problem is None:
                 return candidate.path

@@ -73,9 +73,9 @@ def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) 
     )
 
 
-def require_same(checkpoint: Path, record: CheckpointRecord, own: Identity, anyway: list[ResumeAnyway]) -> None:
+def require_same(checkpoint: Path, record: CheckpointRecord, identity: Identity, anyway: list[ResumeAnyway]) -> None:
     """Refuse a checkpoint that a run cannot resume from, or only with another result. Raises: RequestError."""
-    differing = list(differences(record.identity, own))
+    differing = list(differences(record.identity, identity))
     if impossible := [difference for difference in differing if difference.allowed_by is None]:
         raise RequestError(
             f"{checkpoint} cannot be resumed from: {'; '.join(difference.text for difference in impossible)}. Resume "
@@ -93,25 +93,25 @@ def require_same(checkpoint: Path, record: CheckpointRecord, own: Identity, anyw
         )
 
 
-def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
+def differences(saved: Identity, current: Identity) -> Iterator[Difference]:
     """Every way in which a checkpoint's identity differs from a run's."""
-    then, now = _needed_to_load(theirs), _needed_to_load(own)
+    then, now = _needed_to_load(saved), _needed_to_load(current)
     for key, value in then.items():
         if key in now and now[key] != value:
             yield Difference(text=_change(key, value, now[key]), allowed_by=None)
-    if theirs.data_sha256 != own.data_sha256:
-        text = f"its data have the hash {theirs.data_sha256[:12]}..., not {own.data_sha256[:12]}..."
+    if saved.data_sha256 != current.data_sha256:
+        text = f"its data have the hash {saved.data_sha256[:12]}..., not {current.data_sha256[:12]}..."
         yield Difference(text=text, allowed_by=ResumeAnyway.data)
-    if theirs.chat_template_sha256 != own.chat_template_sha256:
+    if saved.chat_template_sha256 != current.chat_template_sha256:
         yield Difference(text="its chat template is another", allowed_by=ResumeAnyway.template)
-    if theirs.tokenizer_sha256 != own.tokenizer_sha256:
+    if saved.tokenizer_sha256 != current.tokenizer_sha256:
         yield Difference(text="its tokenizer is another", allowed_by=ResumeAnyway.data)
-    if theirs.world_size != own.world_size:
-        text = _change("the number of ranks", theirs.world_size, own.world_size)
+    if saved.world_size != current.world_size:
+        text = _change("the number of ranks", saved.world_size, current.world_size)
         # State on NVMe disks is saved as each rank's files.
-        is_fixed = theirs.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name
+        is_fixed = saved.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name
         yield Difference(text=text, allowed_by=None if is_fixed else ResumeAnyway.world_size)
-    if keys := sorted(_changed_keys(theirs.settings, own.settings)):
+    if keys := sorted(_changed_keys(saved.settings, current.settings)):
         yield Difference(text=first_few(keys, _NUM_KEYS_NAMED), allowed_by=ResumeAnyway.config)
 
 
@@ -144,9 +144,9 @@ def _change(key: str, before: Any, now: Any) -> str:
     return f"{key} was {as_typed(before)} and is {as_typed(now)}"
 
 
-def _changed_keys(theirs: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+def _changed_keys(saved: dict[str, Any], current: dict[str, Any]) -> Iterator[str]:
     """Each key whose value differs, with both values."""
-    for key, before, now in changed_settings(theirs, own):
+    for key, before, now in changed_settings(saved, current):
         if not any(
             key == skipped or key.startswith(f"{skipped}.")
             for skipped in (*_NOT_COMPARED, "optimizer.name", *_OF_ADAPTERS)

@@ -22,9 +22,9 @@ from tunebook.parallel.deepspeed import zero_stage
 _OF_THE_TRAINER = ("trainer_state.json", "scheduler.pt", "rng_state*.pth")
 
 
-def needs_universal(theirs: Identity, own: Identity) -> bool:
-    """Whether DeepSpeed needs a universal checkpoint to load one with the identity `theirs`."""
-    return zero_stage(Strategy[own.strategy]) is not None and theirs.world_size != own.world_size
+def needs_universal(saved: Identity, current: Identity) -> bool:
+    """Whether DeepSpeed needs a universal checkpoint to load one with the identity `saved`."""
+    return zero_stage(Strategy[current.strategy]) is not None and saved.world_size != current.world_size
 
 
 def write_universal(checkpoint: Path, place: Path) -> Path:

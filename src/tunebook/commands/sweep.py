@@ -119,7 +119,7 @@ def plan_sweep(
     sweep = Sweep(
         recipe=recipe,
         recipes_dirs=[str(folder.expanduser().absolute()) for folder in recipes_dirs],
-        words=[RESUMES if word == "training.resume=never" else word for word in words],
+        overrides=[RESUMES if word == "training.resume=never" else word for word in words],
         config_sha256=config_hash(configs[0]),
         num_trials=options.num_trials,
         metric=_metric(options, configs),

@@ -63,11 +63,11 @@ class Row:
 
     name: str
     expected: float | None = None
-    found: float | None = None
+    measured: float | None = None
     difference: float | None = None
     tolerance: float | None = None
     verdict: Verdict
-    why: str  # how the tolerance was computed, or what differs, so that the number is not judged
+    reason: str  # how the tolerance was computed, or what differs, so that the number is not judged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Claim:
     """The reference of a comparison: recorded evidence, or another run."""
 
     name: str
-    what: str  # the recipe, weights, data, layers and steps
+    description: str  # the recipe, weights, data, layers and steps
     recorded: Evidence | RunFacts
     validation_loss: float | None = None  # the best; unknown of evidence
     tolerances: dict[str, Tolerance]
@@ -100,7 +100,8 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The output of `verify --json`."""
         rows = [asdict(row) | {"verdict": row.verdict.value} for row in self.rows]
-        return {"claim": self.claim.name, "what": self.claim.what, "agrees": self.exit_code == 0, "rows": rows}
+        content = {"claim": self.claim.name, "description": self.claim.description}
+        return content | {"agrees": self.exit_code == 0, "rows": rows}
 
     def print(self, console: Console) -> int:
         """Print the table and the verdict; returns the exit code."""
@@ -111,25 +112,25 @@ class Comparison:
 
     def table(self) -> Table:
         """The rows for a terminal."""
-        title = Text(f"{self.claim.name}: {self.claim.what}")  # names and overrides may contain brackets
+        title = Text(f"{self.claim.name}: {self.claim.description}")  # names and overrides may contain brackets
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "why"):
+        for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "reason"):
             is_number = heading in ("recorded", "this run", "difference", "tolerance")
             table.add_column(heading, justify="right" if is_number else "left")
         for row in self.rows:
             style = "red" if row.verdict.is_difference else None
-            numbers = (_number(row.expected), _number(row.found), _small(row.difference), _small(row.tolerance))
-            table.add_row(Text(row.name), *numbers, row.verdict.value, Text(row.why), style=style)
+            numbers = (_number(row.expected), _number(row.measured), _small(row.difference), _small(row.tolerance))
+            table.add_row(Text(row.name), *numbers, row.verdict.value, Text(row.reason), style=style)
         return table
 
 
 def claim_of_evidence(file: Path, evidence: Evidence) -> Claim:
     """Recorded evidence as the reference of a comparison."""
     ran = evidence.ran
-    what = f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
+    training = f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
     return Claim(
         name=file.name,
-        what=f"{evidence.kind}, recorded on {evidence.recorded}: {what}",
+        description=f"{evidence.kind}, recorded on {evidence.recorded}: {training}",
         recorded=evidence,
         tolerances=evidence.tolerances,
         target=evidence.target,
@@ -141,7 +142,7 @@ def claim_of_run(run: RunFacts) -> Claim:
     """A run as the reference of a comparison; the tolerances are the floors."""
     return Claim(
         name=run.record.name,
-        what=" ".join([run.config.recipe or WITHOUT_RECIPE, *training_overrides(run.manifest)]),
+        description=" ".join([run.config.recipe or WITHOUT_RECIPE, *training_overrides(run.manifest)]),
         recorded=run,
         validation_loss=run.validation_loss,
         tolerances=compute_tolerances([run.results], run.config),
@@ -159,13 +160,13 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     differing = [
         *hardware_differences(recorded.hardware, run.hardware), *split_differences(recorded.inputs, run.inputs)
     ]  # fmt: skip
-    why_shown = named(differing[:1]) or ("on a CPU" if run.hardware.gpu is None else "")
+    caveat = named(differing[:1]) or ("on a CPU" if run.hardware.gpu is None else "")
     speeds = (expected.tokens_per_second_per_gpu, measured.tokens_per_second_per_gpu)
     rows = [
         _loss_row(claim, run, limits[LOSS]),
         _row("validation loss", claim.validation_loss, run.validation_loss, limits[LOSS]),
-        _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown),
-        _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), why_shown),
+        _row("tokens/s/GPU", *speeds, limits.get(SPEED), caveat),
+        _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), caveat),
     ]
     for task, score in expected.scores.items():
         other = measured.scores[task].value if task in measured.scores else None
@@ -174,7 +175,7 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     if claim.target is not None:
         rows.append(_target_row(claim.target, run.record, claim.repeats))
     if packages:
-        rows.append(Row(name="packages", verdict=Verdict.shown, why=named(packages)))
+        rows.append(Row(name="packages", verdict=Verdict.shown, reason=named(packages)))
     return Comparison(claim=claim, rows=rows)
 
 
@@ -184,45 +185,46 @@ def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
         dict(zip(part.results.steps, part.results.losses, strict=True)) for part in (claim.recorded, run)
     )
     shared, lost = sorted(expected.keys() & measured.keys()), sorted(expected.keys() ^ measured.keys())
-    last = {"expected": claim.recorded.results.losses[-1], "found": run.results.losses[-1], "tolerance": allowed.value}
-    why = f"steps that only one run logged: {first_few(list(map(str, lost)), 4)}; " if lost else ""
+    last = {"expected": claim.recorded.results.losses[-1], "measured": run.results.losses[-1]}
+    last["tolerance"] = allowed.value
+    reason = f"steps that only one run logged: {first_few(list(map(str, lost)), 4)}; " if lost else ""
     if not shared or len(lost) > claim.num_resumed + run.num_resumed:
-        return Row(name="loss", **last, verdict=Verdict.different, why=why.removesuffix("; "))
+        return Row(name="loss", **last, verdict=Verdict.different, reason=reason.removesuffix("; "))
     first = next((step for step in shared if expected[step] != measured[step]), None)
-    why += f"equal to the last bit; {allowed.how}" if first is None else f"differs from step {first}; {allowed.how}"
+    reason += f"equal to the last bit; {allowed.how}" if first is None else f"differs from step {first}; {allowed.how}"
     difference = loss_difference([measured[step] for step in shared], [expected[step] for step in shared])
     verdict = Verdict.same if difference <= allowed.value else Verdict.different
-    return Row(name="loss", **last, difference=difference, verdict=verdict, why=why)
+    return Row(name="loss", **last, difference=difference, verdict=verdict, reason=reason)
 
 
 def _row(
-    name: str, expected: float | None, measured: float | None, tolerance: Tolerance | None, why_shown: str = ""
+    name: str, expected: float | None, measured: float | None, tolerance: Tolerance | None, caveat: str = ""
 ) -> Row:
     """Judge a number, unless there is a reason not to, or the recorded runs support no tolerance."""
     if expected is None or measured is None:
-        verdict = Verdict.shown if why_shown else Verdict.different
-        return Row(name=name, expected=expected, verdict=verdict, why="the run has none")
+        verdict = Verdict.shown if caveat else Verdict.different
+        return Row(name=name, expected=expected, verdict=verdict, reason="the run has none")
     is_relative = tolerance is None or tolerance.kind == "relative"
     difference = relative(measured, expected) if is_relative else abs(measured - expected)
-    numbers = {"expected": expected, "found": measured, "difference": difference}
-    if why_shown or tolerance is None:
-        return Row(name=name, **numbers, verdict=Verdict.shown, why=why_shown or "the recorded runs differ too much")
+    numbers = {"expected": expected, "measured": measured, "difference": difference}
+    if caveat or tolerance is None:
+        return Row(name=name, **numbers, verdict=Verdict.shown, reason=caveat or "the recorded runs differ too much")
     verdict = Verdict.same if difference <= tolerance.value else Verdict.different
-    return Row(name=name, **numbers, tolerance=tolerance.value, verdict=verdict, why=tolerance.how)
+    return Row(name=name, **numbers, tolerance=tolerance.value, verdict=verdict, reason=tolerance.how)
 
 
 def _target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> Row:
     """Judge a run by a target; `repeats` are the recorded runs, without steps if their target was another."""
     progress = progress_of(target, record)
-    verdict, why = Verdict.missed, "the best value is shown"
+    verdict, reason = Verdict.missed, "the best value is shown"
     if progress.steps is not None:
-        verdict, why = Verdict.reached, reached_text([progress.steps], [progress.seconds])
+        verdict, reason = Verdict.reached, reached_text([progress.steps], [progress.seconds])
     elif progress.best is None:
-        why = "the run does not measure it"
+        reason = "the run does not measure it"
     if any(repeat.steps_to_target is not None for repeat in repeats):
-        why += f"; recorded: {recorded_text(repeats)}"
+        reason += f"; recorded: {recorded_text(repeats)}"
     name = f"target: {describe_target(target)}"
-    return Row(name=name, expected=target.value, found=progress.best, verdict=verdict, why=why)
+    return Row(name=name, expected=target.value, measured=progress.best, verdict=verdict, reason=reason)
 
 
 def _number(value: float | None) -> str:

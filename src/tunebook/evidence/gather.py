@@ -185,8 +185,8 @@ def read_finished(folder: Path) -> RunFacts:
 def training_overrides(manifest: dict[str, Any]) -> list[str]:
     """The overrides that repeat the training, without those for the location of the results."""
     pairs = pairwise(manifest["command"][1:])  # each word with the one before it
-    words = [word for before, word in pairs if before not in _WITH_VALUE and not word.startswith("-")]
-    return [word for word in words if "=" in word and not word.startswith(_RESULT_LOCATION_PREFIXES)]
+    overrides = [word for before, word in pairs if before not in _WITH_VALUE and not word.startswith("-")]
+    return [word for word in overrides if "=" in word and not word.startswith(_RESULT_LOCATION_PREFIXES)]
 
 
 def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -> str:

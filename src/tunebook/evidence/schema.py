@@ -108,7 +108,7 @@ class Software(Section):
         """Describe the packages' differences from the lock; None if there are none."""
         if self.lock is None:
             return _NOT_COMPARED
-        parts = describe_differences({name: one.model_dump() for name, one in self.lock.differences.items()})
+        parts = describe_differences({name: versions.model_dump() for name, versions in self.lock.differences.items()})
         if self.lock.num_other_differences:
             parts.append(f"other packages that differ: {self.lock.num_other_differences}")
         if self.lock.num_unknown:
@@ -213,17 +213,17 @@ def read_evidence(file: Path) -> Evidence:
     """Read one file. Raises: DataError if it is missing, of another form or format, or was edited."""
     if not file.is_file():
         raise DataError(f"{file} does not exist; tunebook list shows what is recorded", problem_id="evidence-broken")
-    content, why = read_json(file), None
+    content, problem = read_json(file), None
     try:
         evidence = Evidence.model_validate(content)
         if evidence.content_sha256 != content_hash(content):
-            why = "it was changed after it was written: its hash does not match its content"
+            problem = "it was changed after it was written: its hash does not match its content"
     except ValidationError as error:
         first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
-    if why is not None:
+        problem = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    if problem is not None:
         raise DataError(
-            f"{file}: {why}; restore the file from git, or remove it and record two runs again with: "
+            f"{file}: {problem}; restore the file from git, or remove it and record two runs again with: "
             "tunebook verify RUN RUN --record --label NAME",
             problem_id="evidence-broken",
         )

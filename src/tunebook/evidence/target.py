@@ -111,7 +111,7 @@ def recorded_text(repeats: Sequence[Repeat]) -> str:
 
 def reached_text(steps: Sequence[int], seconds: Sequence[float | None]) -> str:
     """Such as `reached at step 200, after 61 to 65 s of training`."""
-    known = [one for one in seconds if one is not None]
+    known = [value for value in seconds if value is not None]
     time = f", after {_range(known)} s of training" if known else ""
     return f"reached at step {_range(steps)}{time}"
 

@@ -73,31 +73,33 @@ def relative(measured: float, expected: float) -> float:
 
 def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
     """Compute the tolerances from repeated runs; from a single run, the floors."""
-    losses = [loss_difference(one.losses, other.losses) for one, other in combinations(runs, 2)]
-    what = f"means of {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps"
-    tolerances = {LOSS: _tolerance(losses, tolerance_of(config), what)}
+    losses = [loss_difference(first.losses, second.losses) for first, second in combinations(runs, 2)]
+    name = f"means of {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps"
+    tolerances = {LOSS: _tolerance(losses, tolerance_of(config), name)}
     for task, score in runs[0].scores.items():
         reached = [results.scores[task].value for results in runs if task in results.scores]
-        spreads = [abs(one - other) for one, other in combinations(reached, 2)]
+        spreads = [abs(first - second) for first, second in combinations(reached, 2)]
         if len(reached) == len(runs):
-            what = f"score, {_STDERRS:g} standard errors"
-            tolerances[score_key(task)] = _tolerance(spreads, _STDERRS * (score.stderr or 0.0), what, is_relative=False)
-    for key, values, floor, what in (
+            name = f"score, {_STDERRS:g} standard errors"
+            tolerances[score_key(task)] = _tolerance(spreads, _STDERRS * (score.stderr or 0.0), name, is_relative=False)
+    for key, values, floor, name in (
         (SPEED, [results.tokens_per_second_per_gpu for results in runs], _SPEED_FLOOR, "tokens per second and GPU"),
         (MEMORY, [results.memory_gib for results in runs], _MEMORY_FLOOR, "peak memory"),
     ):
         known = [value for value in values if value is not None]
         if len(known) == len(runs) and relative(max(known), min(known)) <= _MAY_SPREAD:
-            tolerances[key] = _tolerance([relative(one, other) for one, other in combinations(known, 2)], floor, what)
+            tolerances[key] = _tolerance(
+                [relative(first, second) for first, second in combinations(known, 2)], floor, name
+            )
     return tolerances
 
 
-def _tolerance(spreads: Sequence[float], floor: float, what: str, *, is_relative: bool = True) -> Tolerance:
+def _tolerance(spreads: Sequence[float], floor: float, name: str, *, is_relative: bool = True) -> Tolerance:
     """Three times the largest difference between the runs, at least the floor."""
     spread = max(spreads, default=0.0)
     measured = f"the runs differ by up to {spread:.2g}; {FACTOR:g} times that, " if spreads else ""
     return Tolerance(
         value=float(f"{max(FACTOR * spread, floor):.3g}"),
         kind="relative" if is_relative else "absolute",
-        how=f"{what}: {measured}at least {floor:.3g}",
+        how=f"{name}: {measured}at least {floor:.3g}",
     )

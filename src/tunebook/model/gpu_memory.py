@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # What accelerate does not know. The driver's own error names neither the size nor the allocator.
-_SAID = (
+_MESSAGES = (
     "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # NCCL's, newer and older
 )  # fmt: skip
@@ -19,4 +19,4 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    return should_reduce_batch_size(error) or any(said in str(error) for said in _SAID)
+    return should_reduce_batch_size(error) or any(message in str(error) for message in _MESSAGES)

@@ -170,13 +170,12 @@ def architecture_from_facts(facts: ModelFacts) -> PretrainedConfig:
 def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
     text = architecture.get_text_config(decoder=True)
     stated = {
-        ours: largest(getattr(architecture, theirs, getattr(text, theirs, _ABSENT)))
-        for ours, theirs in _CONFIG_KEYS.items()
+        name: largest(getattr(architecture, key, getattr(text, key, _ABSENT))) for name, key in _CONFIG_KEYS.items()
     }
     differing = [
-        f"{key}={getattr(facts, key)} (config.json: {own})"
-        for key, own in stated.items()
-        if own not in (_ABSENT, getattr(facts, key))
+        f"{name}={getattr(facts, name)} (config.json: {value})"
+        for name, value in stated.items()
+        if value not in (_ABSENT, getattr(facts, name))
     ]
     if differing:
         raise RequestError(

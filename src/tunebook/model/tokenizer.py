@@ -55,9 +55,9 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
     if model.pad_token is not None:
         tokenizer.pad_token = _known_token("model.pad_token", model.pad_token, vocabulary)
     if model.chat_template is not None:
-        own = tokenizer.chat_template
+        current = tokenizer.chat_template
         tokenizer.chat_template = read_chat_template(
-            model.chat_template, own.get("default") if isinstance(own, dict) else own
+            model.chat_template, current.get("default") if isinstance(current, dict) else current
         )
         if model.chat_template == CHATML_TEMPLATE:
             added = [token for token in CHATML_TOKENS if token not in vocabulary]
@@ -74,8 +74,8 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
         )
     _known_token(f"{folder}: the tokenizer's own eos_token", tokenizer.eos_token, vocabulary)
     if is_padded and tokenizer.pad_token not in vocabulary:  # the user chooses, since it is saved with the model
-        own = tokenizer.pad_token
-        wrong = f"padding token {own!r} is not in the vocabulary" if own else "tokenizer has no padding token"
+        token = tokenizer.pad_token
+        wrong = f"padding token {token!r} is not in the vocabulary" if token else "tokenizer has no padding token"
         raise RequestError(
             f"{folder}: the {wrong}, and padded rows or batched generation need one; set model.pad_token to one that "
             f"texts do not contain, or to {typed('model.pad_token', tokenizer.eos_token)}. Padding is masked by length "

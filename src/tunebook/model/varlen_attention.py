@@ -117,10 +117,10 @@ def kernel_dtype(query: torch.Tensor) -> torch.dtype:
 
 
 def _not_possible(
-    name: str, why: str, fix: str = "attention=sdpa, or eager where the model has no sdpa"
+    name: str, reason: str, fix: str = "attention=sdpa, or eager where the model has no sdpa"
 ) -> RequestError:
     return RequestError(
-        f"attention={name} cannot compute this: {why}; try {fix}", problem_id="varlen-attention-not-possible"
+        f"attention={name} cannot compute this: {reason}; try {fix}", problem_id="varlen-attention-not-possible"
     )
 
 

@@ -102,10 +102,10 @@ def refuse_contaminated(run: Path, config: RunConfig) -> None:
         return
     result = read_contamination(run)
     if result is None or result["not_checked"]:
-        why = result["not_checked"] if result else "the message is above"
+        reason = result["not_checked"] if result else "the message is above"
         raise DataError(
-            f"evaluation.contamination=refuse, and the training documents could not be checked: {why}. Train without "
-            "the check: evaluation.contamination=disabled",
+            f"evaluation.contamination=refuse, and the training documents could not be checked: {reason}. Train "
+            "without the check: evaluation.contamination=disabled",
             problem_id="contamination-not-checked",
         )
     refused = {name: group for name, group in result["groups"].items() if group["num_exact"] or is_warning(group)}

@@ -125,5 +125,5 @@ def describe_differences(differences: Mapping[str, Mapping[str, str | None]], at
         installed, locked = differences[name]["installed"], differences[name]["locked"]
         present = f"no {name}" if installed is None else f"{name} {installed}"
         lines.append(f"{present} where the lock has {locked or 'none'}")
-    rest = len(lines) - len(lines[:at_most])
-    return [*lines[:at_most], *([f"and {rest} more"] if rest else [])]
+    num_more = len(lines) - len(lines[:at_most])
+    return [*lines[:at_most], *([f"and {num_more} more"] if num_more else [])]

@@ -45,16 +45,16 @@ class Space:
         return [{key: values[min(index, len(values) - 1)] for key, values in ends.items()} for index in range(most)]
 
 
-def read_space(words: list[str], *, is_search: bool) -> Space:
+def read_space(overrides: list[str], *, is_search: bool) -> Space:
     """Read the overrides of a sweep. Raises: RequestError for an invalid one, or if none lists several values."""
     fixed: list[str] = []
     choices: dict[str, BaseDistribution] = {}
-    for word in words:
-        override = _parse(word)
-        if override.is_sweep_override():
-            choices[override.get_key_element()] = _distribution(override, word, is_search=is_search)
+    for text in overrides:
+        parsed = _parse(text)
+        if parsed.is_sweep_override():
+            choices[parsed.get_key_element()] = _distribution(parsed, text, is_search=is_search)
         else:
-            fixed.append(word)
+            fixed.append(text)
     if not choices:
         raise RequestError(
             "no override lists several values, so there is nothing to sweep over; list some with commas, such as "
@@ -108,9 +108,9 @@ def _distribution(override: Override, word: str, *, is_search: bool) -> BaseDist
             return CategoricalDistribution([*override.sweep_string_iterator()])
     except ValueError as error:  # from Optuna, which says what is wrong with the range
         raise RequestError(f"override '{word}': {error}", problem_id="sweep-range") from error
-    how = "add --num-trials=20 to search it" if isinstance(sweep, IntervalSweep) else "write them out with commas"
+    fix = "add --num-trials=20 to search it" if isinstance(sweep, IntervalSweep) else "write them out with commas"
     raise RequestError(
-        f"override '{word}': its values cannot be listed; {how}, or write range(1,4) or choice(a,b)",
+        f"override '{word}': its values cannot be listed; {fix}, or write range(1,4) or choice(a,b)",
         problem_id="sweep-range",
     )
 

@@ -47,7 +47,7 @@ class Sweep:
 
     recipe: str | None
     recipes_dirs: list[str]
-    words: list[str]  # the overrides; training.resume=never is about the sweep, and its trials resume
+    overrides: list[str]  # training.resume=never is about the sweep, and its trials resume
     config_sha256: str  # of the first trial, on any machine: an edited recipe is another sweep
     num_trials: int | None  # of a search; None: a grid
     metric: str
@@ -58,14 +58,14 @@ class Sweep:
     @cached_property
     def space(self) -> Space:
         """What the trials are chosen from."""
-        return read_space(self.words, is_search=self.num_trials is not None)
+        return read_space(self.overrides, is_search=self.num_trials is not None)
 
     @property
     def identity(self) -> str:
         """Equal for the same sweep. A search may get more trials, and a grid may be ranked by another metric."""
         search = None if self.num_trials is None else [self.metric, self.seed]
-        words = sorted(word for word in self.words if word != RESUMES)
-        return sha256_text(json.dumps([words, search, self.config_sha256]))
+        overrides = sorted(override for override in self.overrides if override != RESUMES)
+        return sha256_text(json.dumps([overrides, search, self.config_sha256]))
 
 
 def find_folder(sweep: Sweep, outputs: Path) -> Path | None:
@@ -146,12 +146,12 @@ class Study:
         for values in self.grid[len(self.trials) :]:
             self._study.enqueue_trial(values)
 
-    def reopen(self, is_wanted: Callable[[FrozenTrial], bool] = lambda trial: True) -> None:
+    def reopen(self, condition: Callable[[FrozenTrial], bool] = lambda trial: True) -> None:
         """Let open trials run again. Only for trials whose processes have ended.
 
         A trial that finished while nobody waited for it, since the sweep was killed, gets its result.
         """
-        for trial in filter(is_wanted, self.trials):
+        for trial in filter(condition, self.trials):
             if trial.state is not TrialState.RUNNING:
                 continue
             status = manifest_or_empty(self.run_folder(trial.number)).get("status", {})
@@ -183,16 +183,16 @@ class Study:
         return worse_at
 
     def finish(
-        self, number: int, exit_code: int, *, seconds: float, how: str | None = None, was_pruned: bool = False
+        self, number: int, exit_code: int, *, seconds: float, ending: str | None = None, was_pruned: bool = False
     ) -> TrialResult:
-        """Record how a turn of a trial ended, also in sweep.csv. `how` is what only the sweep knows of it."""
+        """Record how a turn of a trial ended, also in sweep.csv. `ending` is what only the sweep knows of it."""
         before = self.trials[number].user_attrs.get("result", {}).get("seconds", 0.0)
         result = read_result(
             self.run_folder(number),
             self.log_file(number),
             exit_code,
             seconds=round(before + seconds, 1),
-            how=how,
+            ending=ending,
             was_pruned=was_pruned,
         )
         self._storage.set_trial_user_attr(self._id_of(number), "result", asdict(result))

@@ -67,9 +67,9 @@ class Row:
 
 
 def read_result(
-    run_folder: Path, log: Path, exit_code: int, *, seconds: float, how: str | None, was_pruned: bool = False
+    run_folder: Path, log: Path, exit_code: int, *, seconds: float, ending: str | None, was_pruned: bool = False
 ) -> TrialResult:
-    """Read one trial's result from its run folder and log, as far as recorded. `how` is what only the sweep knows."""
+    """Read one trial's result from its run folder and log, as recorded. `ending` is what only the sweep knows."""
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
     speeds = [speed for line in training if (speed := line.get("tokens_per_second_per_gpu")) is not None]
@@ -82,7 +82,7 @@ def read_result(
     score, is_higher_better = _evaluation_score(run_folder)
     return TrialResult(
         exit_code=exit_code,
-        how_it_ended=how or _how_it_ended(run_folder, log, exit_code),
+        how_it_ended=ending or _ending_of(run_folder, log, exit_code),
         seconds=seconds,
         final_loss=training[-1].get("loss") if training else None,
         validation_loss=validation[-1] if validation else None,
@@ -97,11 +97,11 @@ def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     file = run_folder / "evaluation" / "after.json"
     record = read_json(file) if file.is_file() else None
     # If some tasks failed, the mean over the others cannot be compared between trials.
-    found = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
-    return found or (None, True)
+    score = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
+    return score or (None, True)
 
 
-def _how_it_ended(run_folder: Path, log: Path, exit_code: int) -> str:
+def _ending_of(run_folder: Path, log: Path, exit_code: int) -> str:
     """Return the run's state and, unless it reached its last step, the first line of the reason."""
     status = manifest_or_empty(run_folder).get("status", {})
     state, reason = "finished", ""
@@ -169,8 +169,8 @@ def sweep_table(rows: list[Row], metric: str) -> Table:
     table.add_column("folder", overflow="fold")
     for rank, row in ranked(rows, metric):
         cells = [_cell(getattr(row.result, name, None), METRICS[name][1]) for name in shown]
-        how = row.result.how_it_ended if row.result is not None else "not ended"
-        table.add_row(*map(Text, (rank, *map(_shortened, row.values.values()), *cells, how, row.name)))
+        ending = row.result.how_it_ended if row.result is not None else "not ended"
+        table.add_row(*map(Text, (rank, *map(_shortened, row.values.values()), *cells, ending, row.name)))
     return table
 
 

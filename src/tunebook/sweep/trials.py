@@ -121,5 +121,5 @@ def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> No
     elif code < 0:
         code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
     seconds = time.monotonic() - one.started
-    result = study.finish(one.trial.number, code, seconds=seconds, how=how, was_pruned=was_pruned)
+    result = study.finish(one.trial.number, code, seconds=seconds, ending=how, was_pruned=was_pruned)
     say(f"trial {one.trial.number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")

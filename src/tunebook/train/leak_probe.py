@@ -67,10 +67,10 @@ class LeakProbe(TrainerCallback):
             | asdict(isolation),
         )
         compute = precision.compute.value
-        where = f"{type(self.trainer.model).__name__}, attention={self.config.attention.implementation.value}"
+        setting = f"{type(self.trainer.model).__name__}, attention={self.config.attention.implementation.value}"
         if wrong := leaks(isolation, allowed):
             raise InvalidTrainingError(
-                f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {worst}, {where}). "
+                f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {worst}, {setting}). "
                 f"Rounding in {compute} explains at most {allowed.moved:.2g} if only the other document changes, "
                 f"{allowed.between_shapes(isolation):.2g} between rows of other lengths and {allowed.loss:.2g} in the "
                 "loss. Nothing was trained. Try packing=padded, or another attention",
@@ -80,8 +80,8 @@ class LeakProbe(TrainerCallback):
             raise InvalidTrainingError(
                 "it cannot be verified that documents that share a packed row are isolated: a leak would change logits "
                 f"by only {ranks[blind[0]].leaking:.2g}, and rounding in {compute} may change them by "
-                f"{allowed.moved:.2g} (rank {blind[0]}, {where}). Nothing was trained. Use packing=padded, which needs "
-                "no verification",
+                f"{allowed.moved:.2g} (rank {blind[0]}, {setting}). Nothing was trained. Use packing=padded, which "
+                "needs no verification",
                 problem_id="leak-not-seen",
             )
 

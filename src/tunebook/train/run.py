@@ -143,14 +143,14 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
     resumed = choose_checkpoint(config, folder, trainer.saver.identity, say)
     if resumed is None:
         return None
-    record, own = read_record(resumed), trainer.saver.identity
-    is_same = record.identity.data_sha256 == own.data_sha256
+    record, identity = read_record(resumed), trainer.saver.identity
+    is_same = record.identity.data_sha256 == identity.data_sha256
     trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same))
     say(
         f"resuming from {resumed}: every file in it was read and is what was written. {RECORD_FILE} proves that, "
         "but not who wrote it; files that would run code are refused"
     )
-    if changes := "; ".join(difference.text for difference in differences(record.identity, own)):
+    if changes := "; ".join(difference.text for difference in differences(record.identity, identity)):
         say(
             f"changed from step {record.step + 1} on (training.resume_anyway): {changes}. Kept from the "
             "checkpoint: the weights, the optimizer's moments and step count, and the state of the random numbers"

@@ -68,6 +68,9 @@ def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
     assert "| checked | loaded again, it equals the checkpoint rounded to bf16 |" in text
     assert str(run.parent) not in text  # no paths of this machine
     assert "No evaluation of these weights is recorded." in text
+    assert "supervised fine-tuning of tiny, 50,000 numbers in bf16." in text
+    (run / "run.yaml").write_text((run / "run.yaml").read_text().replace("weights: pretrained", "weights: random"))
+    assert "supervised fine-tuning of the architecture of tiny with random weights" in card(2)
 
 
 def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, card: Any, run: Path) -> None:

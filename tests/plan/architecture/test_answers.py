@@ -9,7 +9,7 @@ import pytest
 from tunebook.config.model_facts import LayerFacts, ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
-from tunebook.plan import answers, architecture
+from tunebook.plan import answers
 from tunebook.plan.architecture import build, facts_of_file, read_facts, with_layers
 
 STATED = {
@@ -80,13 +80,6 @@ def test_a_damaged_answer_is_asked_for_again(file, asked, cache, monkeypatch):
     assert json.loads(kept.read_text())["num_parameters"] == 1000
 
 
-def test_without_torch_nothing_is_known_of_layers(file, asked, monkeypatch):
-    monkeypatch.setattr(architecture, "installed_version", lambda package: None if package == "torch" else "1.0")
-    assert facts_of_file(file) is None
-    assert with_layers(ModelFacts(**STATED)).measured is None
-    assert asked == []
-
-
 def test_stated_sizes_that_cannot_be_built_are_refused():
     with pytest.raises(RequestError) as caught:
         with_layers(ModelFacts(**STATED))
@@ -94,13 +87,6 @@ def test_stated_sizes_that_cannot_be_built_are_refused():
     with pytest.raises(RequestError) as caught:
         with_layers(ModelFacts(**STATED | {"architecture": "LlamaForCausalLM", "num_attention_heads": 3}))
     assert caught.value.problem_id == "model-config"
-
-
-def test_an_error_is_not_kept(file, cache):
-    for _ in range(2):
-        with pytest.raises(RequestError):
-            facts_of_file(file)
-    assert not cache.exists()
 
 
 # Published models that the book does not have (sizes as in benchmarks/gpu_models.py).

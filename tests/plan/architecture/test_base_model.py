@@ -13,7 +13,7 @@ from tunebook.model.base_config import read_dtype
 from tunebook.plan import architecture
 from tunebook.plan.architecture import read_facts
 
-from ...base_models import BY_BITSANDBYTES, BY_GPTQ, write_model
+from ...base_models import write_model
 
 
 @pytest.fixture
@@ -28,36 +28,6 @@ def built(monkeypatch):
     files = []
     monkeypatch.setattr(architecture, "facts_of_file", lambda file, **_: files.append(file))
     return files
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"architectures": ["LlamaModel"]},
-        {"intermediate_size": [16, 32], "model_type": "decilm"},  # one for each layer
-        {"quantization_config": BY_BITSANDBYTES, "model_type": "qwen3"},
-    ],
-    ids=str,
-)
-def test_a_model_with_a_config_json_is_built_on_the_meta_device(model, built, tmp_path, changes):
-    assert read_facts(model(**changes)) is None
-    assert built == [tmp_path / "config.json"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"quantization_config": BY_GPTQ},
-        {"architectures": ["LlamaForSequenceClassification"]},
-    ],
-    ids=str,
-)
-def test_nothing_is_built_of_what_a_rule_refuses(model, built, changes):
-    named = model(**changes)
-    named.weights = Weights.pretrained
-    assert read_facts(named) is None
-    assert built == []
 
 
 @pytest.mark.parametrize("kind", ["chatglm9", "t5"], ids=["unknown", "encoder-decoder"])

@@ -175,14 +175,6 @@ def test_unknown_sizes_take_the_safe_choice_that_rules_allow(run, machine, monke
     assert chosen(resolve_auto(config, machine(H200, H200))) == "ddp"
 
 
-def test_what_is_wrong_with_every_strategy_decides_nothing(run, machine):
-    config = run("llama3_8b")
-    config.training.resume = "nvr"
-    resolution = resolve_auto(config, machine(H200, H200))
-    assert chosen(resolution) == "fsdp_grad_op"
-    assert [problem.key for problem in check(resolution.config) if problem.is_error] == ["training.resume"]
-
-
 def test_parts_are_recomputed_for_the_fastest_strategy():
     words = ["parallelism=auto", "hardware=hopper", "hardware.gpus_per_node=4", "hardware.memory_gib=92"]
     rows = ["training.global_samples=null", "training.max_length=4096", "training.global_tokens=32768"]

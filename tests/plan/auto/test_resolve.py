@@ -132,23 +132,6 @@ def test_what_is_decided_breaks_no_rule(undecided, changed, machine, changes, gp
 
 
 @pytest.mark.parametrize(
-    ("changes", "gpus", "problem"),
-    [
-        (IN_DDP | FOUR_VOLTA, [H200], "other-gpu-here"),
-        (IN_DDP | {"hardware.gpus_per_node": 8}, [H200, H200], "too-few-gpus-here"),
-        (IN_DDP | EIGHT, [], "no-gpu-here"),
-        (IN_DDP, [H200, V100], "mixed-gpus"),
-        (ON_SLURM | AMPERE, [], None),
-        ({}, [H200, V100], None),
-        ({}, [], None),
-    ],
-)
-def test_whether_it_can_run_here(undecided, changed, machine, changes, gpus, problem):
-    resolution = resolve_auto(changed(undecided, SETTLED | changes), machine(*gpus))
-    assert (resolution.problem and resolution.problem.id) == problem
-
-
-@pytest.mark.parametrize(
     ("dtype", "gpu", "compute"),
     [
         ("bfloat16", A100, Compute.bf16),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tunebook.config.choices import PeftMethod
 from tunebook.plan import answers
-from tunebook.plan.memory import activations, fake_step
+from tunebook.plan.memory import activations
 from tunebook.plan.memory.activations import BY_LENGTHS, BY_MASK, Mode
 from tunebook.plan.memory.fake_step import FakeStep
 from tunebook.plan.memory.ledger import Moment
@@ -90,32 +91,15 @@ def test_it_keeps_what_real_layers_keep(full):
     assert kept(full, mode) == (by_length[1] - by_length[0]) / TOKENS
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"recomputed": True, "accumulates": True},
-        pytest.param({"gradients": "unit"}, marks=pytest.mark.nightly),
-        pytest.param({"autocast": False}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_a_few_layers_stand_for_all(full, changes, monkeypatch):
-    mode = replace(BF16, **changes)
-    few = step(full, mode)
-    kinds, places = fake_step._kinds_and_places(llama())
-    assert len(places) == 3 < len(kinds) == LAYERS
-    monkeypatch.setattr(fake_step, "_kinds_and_places", lambda *_: (kinds, list(range(LAYERS))))
-    assert step(full, mode) == few
-
-
-def test_every_kind_of_layer_is_run(full):
-    """One layer in three has a window; half of the others are in the middle."""
-    kinds = ["sliding_attention", "full_attention"] * 3
-    architecture = llama(kind="qwen3", layer_types=kinds, sliding_window=16, use_sliding_window=True, head_dim=16)
-    of_kinds, places = fake_step._kinds_and_places(architecture)
-    assert len(set(of_kinds)) == 2
-    assert places == [0, 1, 2, 5]
+@pytest.mark.parametrize("changes", [{}, {"recomputed": True, "accumulates": True}], ids=str)
+def test_a_few_layers_stand_for_all(full, changes):
+    """Three layers are all run. Each of those for which others stand adds what a fourth does."""
+    lives = [
+        [part.live for part in step(full, replace(BF16, **changes), llama(num_hidden_layers=layers)).at.values()]
+        for layers in (3, 4, LAYERS)
+    ]
+    for three, four, all_layers in zip(*lives, strict=True):
+        assert all_layers - three == (LAYERS - 3) * (four - three)
 
 
 def test_recomputed_layers_keep_their_input(full):
@@ -136,6 +120,19 @@ def test_adapters_keep_the_inputs_that_they_read(lora):
     frozen = HIDDEN + HIDDEN  # normalized inputs are for a norm's weight, and the inputs of k, o, gate, up and down
     inputs = HIDDEN + INNER  # of the second norm's readers, and of down
     assert kept(lora) == 4 * (KEPT - frozen - inputs + 2 * lora.peft.rank)
+
+
+def test_the_kernels_of_liger_keep_less(full):
+    """Its norms compute their normalized inputs again, and its MLPs what the activation returns."""
+    assert kept(full, replace(FP32, liger=True)) == 4 * (KEPT - 2 * HIDDEN - INNER)
+
+
+def test_kernels_of_states_are_put_back(full):
+    """The leak probe of the same process computes with them."""
+    before = dict(vars(modeling_qwen3_next))
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "linear_key_head_dim": 16}
+    step(full, FP32, llama(kind="qwen3_next", **sizes, linear_value_head_dim=16, head_dim=HEAD_SIZE))
+    assert vars(modeling_qwen3_next) == before
 
 
 def test_dropout_keeps_a_mask_of_bytes(lora):

@@ -14,6 +14,8 @@ from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.states import state_bytes, state_bytes_with_offloaded
 
+from ..plans import resolved
+
 MIB = 2**20
 CAST = MixedPrecision.cast
 
@@ -127,3 +129,15 @@ def test_adapters_and_eight_bit_states(sound):
     adapter = 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864)) * 24
     expected = 494_032_768 * 4 + adapter * 16
     assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(expected / GIB)
+
+
+@pytest.mark.parametrize(("samples", "accumulates"), [(8, False), (9, True)])
+def test_a_step_whose_documents_all_fit_into_one_row_accumulates_nothing(samples, accumulates):
+    words = ("hardware.gpus_per_node=1", "parallelism=single", "training.max_length=1024", "packing.row_length=8192",
+             "activation=stored", "packing.mode=isolated")  # fmt: skip
+    config = resolved("qwen3b_zero2", *words, f"training.global_samples={samples}")
+    found, one_pass, several = (
+        estimate_memory(config, config.model.facts, accumulates=known) for known in (None, False, True)
+    )
+    assert one_pass != several
+    assert found == (several if accumulates else one_pass)

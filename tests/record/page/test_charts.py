@@ -10,10 +10,8 @@ import pytest
 from tunebook.record.page.charts import (
     Chart,
     Line,
-    outlier_ceiling,
     smooth,
     thin,
-    value_ticks,
 )
 
 
@@ -49,16 +47,6 @@ def test_gaps_single_points_and_values_above_the_ceiling_are_drawn() -> None:
     assert single.draw(480, 270).count("<circle") == 1
 
 
-def test_a_band_reaches_from_lowest_to_highest() -> None:
-    chart = Chart(
-        title="Memory", y_label="GiB", from_zero=True, lines=[Line(name="highest", points=[(1, 2.0), (2, 2.0)])],
-        band=[(1, 1.0, 2.0), (2, 1.0, 2.0)],
-    )  # fmt: skip
-    polygon = next(ElementTree.fromstring(chart.draw(480, 270)).iter("polygon"))
-    heights = {float(point.split(",")[1]) for point in polygon.get("points").split()}
-    assert heights == {26.0, (26 + 228) / 2}
-
-
 def test_thinning_keeps_spikes_gaps_and_both_ends() -> None:
     points = [(float(x), 1.0) for x in range(100_000)]
     points[4_321], points[77_777] = (4_321.0, 50.0), (77_777.0, None)
@@ -69,13 +57,6 @@ def test_thinning_keeps_spikes_gaps_and_both_ends() -> None:
     assert thin(points[:10]) == points[:10]
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [5.0], [1e-30, 1e-30]])
-def test_equal_values_still_have_an_axis_around_them(values: list[float]) -> None:
-    low, *_, high = value_ticks(values, from_zero=False)
-    assert low <= values[0] <= high
-    assert high > low
-
-
 def test_smoothing_by_hand_over_a_gap_and_of_a_straight_line() -> None:
     smoothed, _ = smooth([(1, 1.0), (2, 5.0), (3, None), (4, 3.0), (5, 1.0)])
     assert smoothed == [(1, 1.0), (2, 3.0), (3, None), (4, 2.0), (5, 1.0)]
@@ -83,9 +64,3 @@ def test_smoothing_by_hand_over_a_gap_and_of_a_straight_line() -> None:
     smoothed, span = smooth(points)
     assert span == 5
     assert [y for _, y in smoothed] == pytest.approx([y for _, y in points])
-
-
-def test_only_real_outliers_cut_an_axis() -> None:
-    assert outlier_ceiling([1.0] * 99 + [100.0]) == 1.5
-    assert outlier_ceiling([float(x) for x in range(100)]) is None
-    assert outlier_ceiling([1.0, 100.0]) is None  # too few to say what is usual

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunebook.record.page.charts import loss_charts, other_charts, overlaid_charts
+from tunebook.record.page.charts import loss_charts, other_charts
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -21,12 +21,6 @@ def test_only_long_curves_are_smoothed_and_a_loss_that_is_not_finite_is_marked()
     assert loss_charts(record)[0].mark == (2, "not finite, step 2")
 
 
-def test_flattened_second_half_gets_its_own_axes() -> None:
-    assert len(loss_charts(record_of(*[8.0] * 40, *[0.5] * 40))) == 2
-    assert len(loss_charts(record_of(*[3.0] * 40, *[2.0] * 40))) == 1  # readable as it is
-    assert len(loss_charts(record_of(8.0, 0.1))) == 1
-
-
 def test_what_was_not_recorded_is_named_and_memory_of_several_ranks_is_a_band(make_run) -> None:
     charts, missing = other_charts(read_run(make_run()))
     assert missing == ["Model FLOPs utilization"]
@@ -37,11 +31,3 @@ def test_what_was_not_recorded_is_named_and_memory_of_several_ranks_is_a_band(ma
     memory = other_charts(read_run(make_run("2026-11-21T07-18-06Z", ranks=4)))[0][-1]
     assert memory.lines[0].points[-1] == (240, 1.71)
     assert memory.band[-1] == (240, 1.5, 1.71)
-
-
-def test_runs_are_overlaid_over_steps_and_over_tokens() -> None:
-    charts = overlaid_charts([record_of(3, 2), record_of(4, 3, 2)], ["a", "b"])
-    assert [(chart.title, chart.x_label) for chart in charts] == [
-        ("Loss over steps", "optimizer step"), ("Loss over tokens", "tokens seen"),
-    ]  # fmt: skip
-    assert charts[1].lines[1].points == [(100, 4), (200, 3), (300, 2)]

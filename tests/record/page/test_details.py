@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tunebook.record.page.numbers import MINUS
 from tunebook.record.page.overview import build_prediction, memory_bars, start_bars, summarize
 from tunebook.record.run_record import RunRecord
@@ -34,31 +32,6 @@ def predicted(generation: str = "hopper", *, steps: int = 2, **plan: Any) -> dic
     found = build_prediction(record, summarize(record))
     assert found is not None
     return found
-
-
-def test_parts_lie_end_to_end_and_the_highest_peaks_are_marked() -> None:
-    found = predicted(memory_gib=MEMORY)
-    assert [(part.name, part.begins, part.share) for part in found["parts"]] == [
-        ("weights", 0.0, 0.125),
-        ("optimizer", 0.125, 0.25),
-        ("overhead", 0.375, 0.0625),
-    ]
-    assert [part.kind for part in found["parts"]] == ["0", "2", "3"]  # gradients are nothing, and keep theirs
-    assert [(mark.kind, mark.text, mark.begins) for mark in found["marks"]] == [
-        ("allocated", "25 GiB", 0.3125),
-        ("reserved", "40 GiB", 0.5),
-        ("device", "44 GiB", 0.55),
-    ]
-
-
-def test_bars_of_small_runs_and_of_more_than_the_capacity_fill_the_width() -> None:
-    small = predicted("cpu", memory_gib=MEMORY | {"capacity": 1000.0})
-    assert sum(part.share for part in small["parts"]) == pytest.approx(1 / 1.05)
-    assert len(small["marks"]) == 1
-    memory, speed, _ = small["rows"]
-    assert (memory[3], speed[1]) == ("+40.0 %", "not estimated")  # 35 for 25
-    last = predicted(memory_gib=MEMORY | {"capacity": 30.0})["parts"][-1]
-    assert last.begins + last.share == pytest.approx(35 / 44)
 
 
 def test_differences_are_of_the_prediction_from_what_was_measured() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.record.page.numbers import Unit, format_duration, format_value, tick_labels
+from tunebook.record.page.numbers import Unit, format_duration, format_value
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,3 @@ def test_numbers_are_short_and_carry_their_unit(value: float | None, unit: Unit,
 )
 def test_durations_use_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_tick_labels_share_one_scale() -> None:
-    assert tick_labels([0, 5_000, 10_000, 15_000], Unit.plain) == (["0", "5k", "10k", "15k"], "")
-    assert tick_labels([0, 0.25, 0.5], Unit.share) == (["0 %", "25 %", "50 %"], "")
-    assert tick_labels([0, 1e-4, 2e-4, 3e-4], Unit.plain) == (["0", "1", "2", "3"], "\N{MULTIPLICATION SIGN}10⁻⁴")
-    assert tick_labels([0, 0.0005, 0.001, 0.0015], Unit.plain)[0] == ["0", "0.0005", "0.0010", "0.0015"]
-    assert tick_labels([0, 2_500_000, 5_000_000], Unit.whole)[0] == ["0", "2.5M", "5.0M"]

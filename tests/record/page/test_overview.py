@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.record.page.numbers import format_value
-from tunebook.record.page.overview import speed_unit, state_of, summarize
+from tunebook.record.page.overview import state_of, summarize
 from tunebook.record.report import render_run
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -17,20 +17,6 @@ def head(record: RunRecord) -> str:
     page = render_run(record)
     text = re.sub(r"<[^>]+>", " ", page[page.index("<header>") : page.index("</header>")])
     return " ".join(text.split()).replace("&#39;", "'")
-
-
-def test_head_of_a_finished_run(make_run) -> None:
-    record = read_run(make_run())
-    text = head(record)
-    assert "Three small tasks, learnt on a CPU finished" in text
-    assert "exact match 97.3 % before training: 0.0 % training loss 0.135 from " in text
-    assert "tokens per second 12.1k per rank, median after warm-up memory 1.5 GiB peak" in text
-    assert text.endswith(
-        "Recipe example Model book:recipes/example/model from random weights Hardware CPU, 2 cores "
-        "Packages as in the cpu lock Strategy ddp, full fine-tune Precision, attention, packing fp32, sdpa, isolated "
-        "Optimizer steps 240 of 240 Tokens seen 818,880 Started 21 November 2026, 07:18 UTC Took 1 min 42 s Exit code 0"
-    )
-    assert 'class="banner' not in render_run(record)
 
 
 def test_every_ending_but_finished_has_a_banner(make_run) -> None:
@@ -56,15 +42,6 @@ def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
     value = format_value(losses[worst])
     assert f"validation loss {value} of model/, which is checkpoint-{worst}" in head(record)
     assert f"model/ is checkpoint-{worst}, the best by validation loss" in head(record)
-
-
-def test_cpu_run_has_ranks_even_if_the_machine_has_gpus(make_run) -> None:
-    on_cpu, on_gpus = read_run(make_run("2026-11-21T07-18-05Z")), read_run(make_run("2026-11-21T07-18-06Z", ranks=8))
-    assert [speed_unit([record]) for record in (on_cpu, on_gpus)] == ["rank", "GPU"]
-    assert on_gpus.config is not None
-    on_gpus.config["hardware"] = {"generation": "cpu"}
-    assert speed_unit([on_gpus]) == "rank"
-    assert speed_unit([RunRecord(folder=Path("a/b"))]) == "rank"
 
 
 def test_a_run_in_numbers_by_hand() -> None:

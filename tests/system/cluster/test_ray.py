@@ -157,21 +157,6 @@ def test_after_a_killed_launcher_no_worker_trains_on(cluster, start_on, read_run
     leaves_nothing(60)
 
 
-def test_a_cluster_that_is_too_small_is_said_before_anything_is_prepared(cluster, train, hosts, run, tmp_path):
-    ended = run(hosts("node1", train(tmp_path, *ON_TWO, "hardware.gpus_per_node=4")), timeout_s=90, **SECRET)
-    assert ended.exit_code == 2, ended.output
-    assert "the Ray cluster has 2 CPUs, and 8 workers with 1 each need 8" in ended.output
-    assert not (tmp_path / "quickstart").exists()
-
-
-def test_an_address_that_nobody_answers_at_is_said_in_time(train, hosts, run, tmp_path):
-    words = train(tmp_path, *ON_TWO, "launcher.address=10.213.77.99:6379")
-    ended = run(hosts("node1", words), timeout_s=150, **SECRET)
-    assert ended.exit_code == 2, ended.output
-    assert "launcher.address=10.213.77.99:6379: no Ray cluster answers there" in ended.output
-    assert not (tmp_path / "quickstart").exists()
-
-
 def test_ctrl_c_saves_and_ends_a_cluster_of_its_own(train, start, read_run, tmp_path, leaves_nothing):
     before = daemons()
     alone = ("parallelism=single", "hardware.gpus_per_node=1", "launcher.address=local")

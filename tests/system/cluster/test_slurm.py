@@ -56,22 +56,6 @@ def test_a_submitted_job_takes_the_steps_of_one_rank_and_evaluates(
     leaves_nothing()
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["launcher.partition=mian"],
-        ["launcher.partition=paid", "launcher.account=chemistry"],
-        ["hardware.num_nodes=3"],
-        ["launcher.extra_args=['--nodelist=node9']"],
-    ],
-)
-def test_what_the_cluster_does_not_have_is_refused_before_anything_is_prepared(run, slurm, tmp_path, overrides):
-    ended = run(train_words(tmp_path, *ON_TWO, *overrides, "training.global_samples=12"), **slurm)
-    assert ended.exit_code == 2, ended.output
-    assert "Slurm refuses the job" in ended.output
-    assert not (tmp_path / "quickstart").exists()
-
-
 def test_a_preempted_job_saves_is_requeued_and_finishes_in_its_folder(
     start_job, in_slurm, run, slurm, read_run, tmp_path, leaves_nothing
 ):

@@ -111,13 +111,6 @@ def test_trials_are_tasks_and_a_failing_one_is_a_row(
     leaves_nothing(30)
 
 
-def test_a_partition_that_does_not_exist_is_refused_before_anything_is_made(run, slurm, words_of, tmp_path):
-    ended = run(words_of("training.seed=0,1", "launcher.partition=mian", steps=4), **slurm)
-    assert ended.exit_code == 2, ended.output
-    assert "Slurm refuses the job" in ended.output
-    assert not (tmp_path / "quickstart").exists()
-
-
 def test_a_canceled_array_saves_and_the_same_command_submits_what_is_left(
     submit, has_ended, in_slurm, read_run, words_of, tmp_path, leaves_nothing
 ):

@@ -13,10 +13,6 @@ import pytest
 COMPOSE = ("docker", "compose", "-f", "compose.yaml", "-f", "docker/cdi/compose.yaml", "-f", ".cache/limits.yaml")
 OWN_ENGINE = "/run/tunebook-ci-engine/"
 DEVICE = "/dev/stand-in-for-a-gpu"
-FAKE_NVIDIA_SMI = """#!/bin/sh
-echo "0, GPU-5f0c, 9.0, 580.95.05, NVIDIA H100"
-echo "1, GPU-7a1d, 9.0, 580.95.05, NVIDIA H100"
-"""
 
 
 @pytest.fixture
@@ -54,20 +50,3 @@ def test_a_container_gets_what_the_cdi_file_says_and_sees_the_chosen_gpus(cpu_im
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-3:] == [" 00 00 00", "Linux", "by-cdi 0,1"]
     assert in_checkout(*words).stdout.splitlines()[-1] == "by-cdi all"
-
-
-def test_make_env_picks_it_where_there_is_no_runtime(cdi_file, in_checkout, checkout, tmp_path, environment):
-    (tmp_path / "nvidia-smi").write_text(FAKE_NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    settings = {"PATH": f"{tmp_path}:{environment['PATH']}"}
-    written = in_checkout("make", "env", **settings)
-    assert "GPUs in containers: by cdi" in written.stdout
-    assert "COMPOSE_FILE='compose.yaml:docker/cdi/compose.yaml'\n" in (checkout / ".env").read_text()
-    cdi_file.rename(cdi_file.with_suffix(".json.old"))
-    try:
-        refused = in_checkout("make", "train", "WHERE=container", **settings)
-    finally:
-        cdi_file.with_suffix(".json.old").rename(cdi_file)
-    assert refused.returncode == 2
-    assert "Docker has neither NVIDIA's runtime nor a CDI file of GPUs" in " ".join(refused.stdout.split())
-    assert in_checkout("make", "env", "GPU=cpu").returncode == 0

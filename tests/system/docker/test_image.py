@@ -146,22 +146,6 @@ def test_nothing_in_it_can_be_written_and_it_has_no_rights(cpu_image, in_checkou
     assert done.stdout.split()[-4:] == ["4", "0" * 16, "0" * 16, "1"], done.stdout
 
 
-@pytest.mark.parametrize("generation", ["volta", "ampere", "hopper", "blackwell"])
-def test_the_services_of_a_gpu_image_reserve_the_gpus(generation, cpu_image, in_checkout):
-    try:
-        assert in_checkout("make", "env", f"GPU={generation}").returncode == 0
-        config = json.loads(in_checkout("docker", "compose", "config", "--format", "json").stdout)
-    finally:
-        assert in_checkout("make", "env", "GPU=cpu").returncode == 0
-    for name in ("train", "eval", "sweep", "chat", "plan"):
-        service = config["services"][name]
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
-        assert service["build"]["args"]["GENERATION"] == generation
-        assert service["image"] == f"tunebook:{generation}"
-    assert "deploy" not in config["services"]["sandbox"]
-
-
 @pytest.mark.skipif(not os.environ.get("BUILD_GPU_IMAGES"), reason="several GB are fetched and installed")
 def test_volta_is_built_whole_and_has_code_for_its_gpus(cpu_image, in_checkout, inspect):
     """The image with nothing to compile. Its own check has read the architectures out of torch when this is reached."""

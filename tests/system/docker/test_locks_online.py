@@ -1,21 +1,12 @@
-"""The locks against the package registry: they still resolve to themselves, and fit the torch wheels that are there.
-
-Of torch's wheel (500 to 900 MB) only the list of its files and the one library with the flags in it are read, 14 MB.
-"""
+"""The locks against the package registry: they still resolve to themselves, and fit the torch wheels that are there."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import shlex
 import shutil
-import ssl
 import subprocess
 import sys
-import urllib.request
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -136,52 +127,3 @@ def test_the_cuda_libraries_in_the_lock_are_those_that_torch_asks_for(folder: st
         str(one): locked.get(one.name) for one in libraries if not one.specifier.contains(locked.get(one.name, "0"))
     }
     assert wrong == {}
-
-
-class RemoteFile(io.RawIOBase):
-    """A file on the registry of which only the parts that are read are downloaded."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._position = url, 0
-        self._certificates = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
-        head = urllib.request.Request(url, method="HEAD")
-        with urllib.request.urlopen(head, timeout=60, context=self._certificates) as response:
-            self._size = int(response.headers["Content-Length"])
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self._size)
-        if end <= self._position:
-            return 0
-        part = urllib.request.Request(self._url, headers={"Range": f"bytes={self._position}-{end - 1}"})
-        with urllib.request.urlopen(part, timeout=120, context=self._certificates) as response:
-            if response.status != 206:
-                pytest.skip("this registry serves no parts of files")
-            data = response.read()
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
-@pytest.mark.slow  # 14 MB of each wheel, from a registry that may be slow, on what only a change of the locks touches
-def test_torchs_wheel_has_code_for_every_architecture(folder: str, torch_wheel: dict[str, Any]) -> None:
-    """`torch._C._cuda_getArchFlags()` answers from a text that is compiled into libtorch_python.so."""
-    remote = io.BufferedReader(RemoteFile(torch_wheel["download_info"]["url"]), buffer_size=4 << 20)
-    with zipfile.ZipFile(remote) as wheel:
-        library = wheel.read("torch/lib/libtorch_python.so")
-    (flags,) = set(re.findall(rb"\bsm_\d+(?: (?:sm|compute)_\d+a?)+", library))
-    words = shlex.split((DOCKER / folder / "generation.env").read_text(), comments=True)
-    wanted = dict(word.split("=", 1) for word in words)["TORCH_CUDA_ARCH_LIST"].split()
-    assert {f"sm_{one.replace('.', '')}" for one in wanted} <= set(flags.decode().split())

@@ -115,16 +115,6 @@ def test_what_is_pushed_is_used_elsewhere_until_the_checkout_changes(registry, s
         in_checkout("docker", "rmi", "--force", image)
 
 
-def test_a_registry_without_it_and_one_that_is_not_there(registry, small_image, in_checkout):
-    make = ("make", f"GPU={GENERATION}")
-    unknown = in_checkout(*make, "pull", f"REGISTRY={registry}/elsewhere")
-    assert unknown.returncode == 2, unknown.stdout
-    port = free_port()
-    away = in_checkout(*make, "push", f"REGISTRY=127.0.0.1:{port}/x")
-    assert away.returncode == 2, away.stdout
-    in_checkout("docker", "rmi", f"127.0.0.1:{port}/x/{IMAGE}")
-
-
 def test_an_engine_that_holds_no_attestations_publishes_nothing(registry, checkout, in_checkout):
     builder = in_checkout("docker", "buildx", "inspect").stdout
     stores = in_checkout("docker", "info", "--format", "{{.DriverStatus}}").stdout

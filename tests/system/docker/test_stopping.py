@@ -73,16 +73,6 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(start, in_checkout):
     assert containers(in_checkout) == []
 
 
-def test_the_front_door_returns_what_the_run_returned(start, in_checkout):
-    process, read = start("docker/front.sh", "run", "train", "quickstart", *LONG, "training.resume=never")
-    wait_for(r"^step \d", process, read)
-    os.kill(process.pid, signal.SIGTERM)
-    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does: the same request, come another way
-    assert process.wait(300) == 6, read()[-3000:]
-    assert re.search(r"stopped by SIGTERM after step \d+, saved in", read())
-    assert containers(in_checkout) == []
-
-
 def test_stopped_before_it_began(start, in_checkout):
     process, read = start("docker/front.sh", "run", "train", "quickstart", *LONG)
     wait_for("in a container, image", process, read)

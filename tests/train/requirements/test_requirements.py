@@ -142,15 +142,6 @@ def test_kernels_for_packed_rows_are_asked_for_before_a_gpu_is_used(sound, chang
     assert check_environment(gated, machine(H200)) == []
 
 
-def test_what_an_image_lacks_is_not_installed_with_pip(inside, sound, changed, machine):
-    inside("hopper")
-    config = changed(sound, {"precision.compute": Compute.fp8})
-    config.attention.implementation = Attention.flash_attention_4
-    fp8, flash = check_environment(config, machine(H200))
-    assert fp8.fix == "add torchao to docker/hopper/requirements.in, then make lock and make image"
-    assert flash.fix == "attention=auto"
-
-
 def test_blocks_are_compiled_only_with_a_compiler(sound, undecided, changed, machine, installed):
     installed(GPU_PACKAGES)
     here = replace(machine(H200), missing_for_triton="no compiler is found here")
@@ -240,21 +231,6 @@ def test_a_gpu_in_another_generations_image(inside, problem_of, image, gpu, driv
     inside(image)
     problem = problem_of(gpu, driver=driver)
     assert (problem.id, problem.key, problem.fix) == ("wrong-image", "hardware.generation", fix)
-
-
-@pytest.mark.parametrize(
-    ("driver", "fix"),
-    [
-        ("535.104.05", "make train RECIPE=a_recipe GPU=volta, or updating the NVIDIA driver to 580 or newer"),
-        ("470.82.01", "updating the NVIDIA driver to 580 or newer"),
-    ],
-)
-def test_a_driver_that_is_older_than_the_images_floor(inside, problem_of, driver, fix):
-    inside("ampere")
-    problem = problem_of(A100, driver=driver)
-    assert (problem.id, problem.fix) == ("driver-too-old", fix)
-    inside("volta")
-    assert (problem_of(A100, driver=driver) is None) is (driver == "535.104.05")
 
 
 def test_no_gpu_is_found_in_an_image(inside, problem_of, undecided, machine):

@@ -187,7 +187,7 @@ def _write(
             assert skeleton is not None
             model = whole_model(skeleton, weights, str(stored))
         del weights
-        own = logits_of(model)
+        trained = logits_of(model)
         model = merged(model) if merge else model
         agree_on_tokens(model, tokenizer)
         cast = save_model(model, dtype or model.dtype, folder)
@@ -195,7 +195,7 @@ def _write(
         if config.model.trust_remote_code:
             for file in stored.glob("*.py"):
                 shutil.copy2(file, folder)
-        written = compare(folder, own, cast, config)
+        written = compare(folder, trained, cast, config)
     tokenizer.save_pretrained(str(folder))
     for file in folder.iterdir():
         apply_umask(file)

@@ -109,7 +109,7 @@ def save_model(model: Any, dtype: torch.dtype, folder: Path) -> torch.Tensor:
     return logits_of(model)
 
 
-def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConfig) -> Written:
+def compare(folder: Path, trained: torch.Tensor, cast: torch.Tensor, config: RunConfig) -> Written:
     """Load a written model like any other and compare its logits with those as trained, and as cast to its format.
 
     Raises: DifferenceError beyond rounding.
@@ -127,14 +127,14 @@ def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConf
         raise _differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
     loaded = logits_of(written.eval())
     rounding = torch.finfo(written.dtype).eps
-    for other, allowed in ((cast, rounding), (own, max(_FACTOR * rounding, _LEAST_ALLOWED))):
+    for other, allowed in ((cast, rounding), (trained, max(_FACTOR * rounding, _LEAST_ALLOWED))):
         difference = float((loaded - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
         if not difference <= allowed:  # also for numbers that are not finite
             raise _differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
     return Written(
         dtype=format_name(written.dtype),
         num_parameters=written.num_parameters(),
-        is_exact=torch.equal(loaded, own),
+        is_exact=torch.equal(loaded, trained),
     )
 
 
@@ -147,9 +147,9 @@ def logits_of(model: Any) -> torch.Tensor:
     return logits.float()
 
 
-def _differs(how: str) -> DifferenceError:
+def _differs(difference: str) -> DifferenceError:
     return DifferenceError(
-        f"the exported model, loaded again, is not the checkpoint's: {how}. Nothing was kept. Try --dtype fp32 or "
-        "another checkpoint, and report this with the run's manifest.json",
+        f"the exported model, loaded again, is not the checkpoint's: {difference}. Nothing was kept. Try --dtype fp32 "
+        "or another checkpoint, and report this with the run's manifest.json",
         problem_id="export-differs",
     )
