@@ -24,10 +24,10 @@ def advised(what: str) -> list[str]:
 def with_value(word: str) -> str:
     """The word with a value that its key accepts."""
     setting = all_keys().get(word.partition("=")[0])
-    value = "x"
+    value = "a/x"
     if setting is not None:
         kind = str(setting.type).removesuffix(" | None")
-        value = setting.default.name if isinstance(setting.default, Enum) else EXAMPLES.get(kind, "x")
+        value = setting.default.name if isinstance(setting.default, Enum) else EXAMPLES.get(kind, "a/x")
     return re.sub(r"=N$", "=8", word.replace("{value}", value))
 
 

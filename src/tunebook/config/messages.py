@@ -38,6 +38,8 @@ def unknown_choice(group: str, choice: str, place: str) -> RequestError:
     known = group_choices(group)
     hint = f"{instead_of(group, choice)}.{did_you_mean(choice, known)}"
     message = f"{place}: there is no {group} '{choice}'{hint} Choices of {group}: {', '.join(known)}"
+    if group == "model":
+        message = f"{place}: '{choice}' is no model of the book, no folder and no ORG/NAME of the hub{hint}"
     return RequestError(message, problem_id="unknown-choice")
 
 
