@@ -144,8 +144,7 @@ def model_words(case: dict[str, Any], folder: Path, *, has_weights: bool = False
     if not (book_root() / f"hydra_configs/model/{name}.yaml").exists():
         place = "-".join(name.translate(str.maketrans("", "", ",()")).split())
         return [
-            "model=hub",
-            f"model.path={_write_config(place, *(PUBLISHED | FEW_LAYERS | OTHER_KINDS)[name], folder)}",
+            f"model={_write_config(place, *(PUBLISHED | FEW_LAYERS | OTHER_KINDS)[name], folder)}",
         ]
     layers = case.get("layers")
     cut = first_layers(name, layers) if layers and layers != facts_of(name)["num_layers"] else []

@@ -54,7 +54,7 @@ def prepare_by_tunebook(folder: Path, documents: Path) -> Line:
     from tunebook.data.prepare import prepare
 
     words = [
-        "model=hub", f"model.path={folder.parent / 'model'}", "model.weights=random", "dataset=jsonl",
+        f"model={folder.parent / 'model'}", "model.weights=random", "dataset=file",
         f"dataset.path={documents}", f"training.max_length={ROW_LENGTH}", f"training.global_tokens={STEP_TOKENS}",
         "packing=isolated", "hardware.gpus_per_node=1", "optimizer.learning_rate=1e-4", "training.seed=42",
     ]  # fmt: skip

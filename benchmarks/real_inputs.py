@@ -13,7 +13,7 @@ from lines import Line, read_lines
 CHECKOUT = Path(__file__).resolve().parents[1]
 _MODEL = ["model.name=null", "model.path=book:inputs/smollm2_135m"]
 _BOOLQ = [*_MODEL, "dataset.name=book:inputs/boolq", "evaluation.tasks=[book:inputs/boolq/boolq.yaml]"]
-_TOOLS = [*_MODEL, "dataset=jsonl", "dataset.path=book:inputs/tool_calls/train.jsonl",
+_TOOLS = [*_MODEL, "dataset=file", "dataset.path=book:inputs/tool_calls/train.jsonl",
           "evaluation.tasks=[book:inputs/tool_calls/calls.yaml]", "evaluation.before=true"]  # fmt: skip
 OVERRIDES = {"smollm2_135m_boolq": _BOOLQ, "smollm2_135m_lora": _BOOLQ, "smollm2_135m_tools": _TOOLS}
 _SCORE = ("metric", "value", "stderr", "num_items", "contamination")

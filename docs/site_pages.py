@@ -30,7 +30,10 @@ def cards() -> list[Path]:
 
 def outside_pages() -> list[Path]:
     """The pages that are not in docs/."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docker" / "README.md", *cards()]
+    return [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docker/README.md", "recipes/README.md")),
+        *cards(),
+    ]
 
 
 def site_path(file: Path) -> str:
@@ -72,10 +75,11 @@ def with_site_links(markdown: str, path: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """List the recipes' cards in the navigation."""
+    """List the table of all recipes and their cards in the navigation."""
     for section in config.nav or []:
         if "Recipes" in section:
-            section["Recipes"] = [{card.parent.name: site_path(card)} for card in cards()]
+            listed = [{card.parent.name: site_path(card)} for card in cards()]
+            section["Recipes"] = [{"All recipes": "recipes/README.md"}, *listed]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -110,7 +110,7 @@ def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     turns = [{"role": "user", "content": "leaf"}, {"role": "assistant", "content": "horse"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}))
-    words = ("dataset=jsonl", f"dataset.path={tmp_path / 'chat.jsonl'}", "dataset.name=organization/name")
+    words = ("dataset=file", f"dataset.path={tmp_path / 'chat.jsonl'}", "dataset.name=organization/name")
     code, shown, _ = run("data", "quickstart", *words, "dataset.num_workers=1", "--samples", "1")
     assert code == 0
     assert "warning: dataset.name (from override 'dataset.name=organization/name')" in shown

@@ -156,7 +156,7 @@ def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
 
 def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path: Path, as_json: Any) -> None:
     """Everything that can be planned without the data is shown all the same."""
-    words = ["hardware=hopper", "dataset=jsonl", f"dataset.path={tmp_path}/their.jsonl"]
+    words = ["hardware=hopper", "dataset=file", f"dataset.path={tmp_path}/their.jsonl"]
     with pytest.raises(DataError, match=f"dataset.path: no file matches {tmp_path}/their.jsonl") as caught:
         plan_command("qwen3b_zero2", words, [], Console(width=200))
     assert caught.value.exit_code == 4

@@ -33,6 +33,32 @@ def test_a_recipe_goes_by_any_name_of_a_file(name, tmp_path):
     assert composed(recipe=name, recipes_dirs=[tmp_path]).title == "mine"
 
 
+@pytest.mark.parametrize(
+    ("typed", "name", "path"),
+    [
+        ("qwen3_06b", "Qwen/Qwen3-0.6B", None),  # of the book
+        ("org/model-1.5B", "org/model-1.5B", None),
+        ("mine", None, "mine"),  # a folder
+        ("./mine/", None, "./mine/"),
+    ],
+)
+def test_a_model_is_a_name_of_the_book_a_name_of_the_hub_or_a_folder(typed, name, path, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    recipe = f"defaults: [quickstart, {{override /model: {typed}}}, _self_]\nmodel: {{weights: pretrained}}\n"
+    (tmp_path / "own.yaml").write_text(recipe)
+    for config in (composed(f"model={typed}"), composed(recipe="own.yaml")):
+        assert (config.model.name, config.model.path) == (name, path)
+    assert composed("model=quickstart", recipe="own.yaml").model.path == "book:recipes/quickstart/model"
+
+
+@pytest.mark.parametrize("typed", ["gpt2", "./not_here", "hub"])
+def test_another_word_is_no_model(typed):
+    with pytest.raises(RequestError) as raised:
+        composed(f"model={typed}")
+    assert raised.value.problem_id == "unknown-choice"
+
+
 def test_a_choice_brings_its_own_keys():
     assert isinstance(composed("parallelism=fsdp").parallelism, FsdpConfig)
     launcher = composed("launcher=slurm", "launcher.partition=long").launcher
@@ -137,6 +163,14 @@ class TestRecipesOfOnesOwn:
         assert (config.training.max_length, config.training.global_samples) == (77, 528)
         assert config.parallelism.strategy is Strategy.zero2
 
+    def test_is_found_in_my_recipes_and_by_its_file(self, tmp_path, monkeypatch):
+        (tmp_path / "my_recipes").mkdir()
+        (tmp_path / "my_recipes" / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntraining: {seed: 7}\n")
+        monkeypatch.chdir(tmp_path)
+        assert composed(recipe="mine").training.seed == 7
+        monkeypatch.chdir("/")
+        assert composed(recipe=f"{tmp_path}/my_recipes/mine.yaml").training.seed == 7
+
     def test_is_found_by_the_variable(self, tmp_path, monkeypatch):
         (tmp_path / "mine.yaml").write_text("training: {max_length: 77}\n")
         monkeypatch.setenv("TUNEBOOK_RECIPES", str(tmp_path))
@@ -166,7 +200,7 @@ class TestRecipesOfOnesOwn:
     @pytest.mark.parametrize(
         ("parent", "problem_id", "said"),
         [
-            ("qwen3b_zero", "unknown-recipe", "no recipe 'qwen3b_zero'. Did you mean 'qwen3b_zero2'"),
+            ("qwen3b_zero", "unknown-recipe", "Did you mean 'qwen3b_zero2'"),
             ("mine", "recipe-circle", "recipe 'mine' builds on itself: mine -> mine"),
         ],
     )

@@ -67,6 +67,13 @@ def test_a_glob_reads_files_in_order_and_distinguishes_equal_names(tmp_path: Pat
     assert [record.num_documents for record in corpus.records] == [1, 1]
 
 
+def test_a_folder_is_its_own_files_of_documents(tmp_path: Path) -> None:
+    for file, number in (("b.jsonl", 2), ("a.jsonl", 1), ("below/c.jsonl", 3)):
+        write(tmp_path / file, [conversation(number)])
+    (tmp_path / "notes.txt").write_text("not documents")
+    assert questions(load(tmp_path, DatasetConfig(path=str(tmp_path))).train) == ["q1", "q2"]
+
+
 def test_max_documents_reads_no_further_but_hides_no_problem_before(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.jsonl", [conversation(1), conversation(2), {"conversations": []}])
     assert questions(load(tmp_path, DatasetConfig(path=str(path), max_documents=2)).train) == ["q1", "q2"]
@@ -78,10 +85,11 @@ def test_max_documents_reads_no_further_but_hides_no_problem_before(tmp_path: Pa
 def test_a_path_without_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data" / "train.jsonl", [conversation(1)])
     (tmp_path / "data" / "notes.txt").write_text("not documents")
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     for path, problem_id, named in (
         ("data/trian.jsonl", "data-file-not-found", "'train.jsonl'"),
-        ("data", "data-file-not-found", "train.jsonl"),
+        ("empty", "data-file-not-found", "dataset=hub"),
         ("data/*", "data-file-kind", f"{tmp_path}/data/notes.txt"),
     ):
         with pytest.raises(DataError, match=f"dataset.path: .*{named}") as caught:

@@ -50,7 +50,7 @@ def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"tunebook.model.{function}", lambda model: fetched.append(model.name))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: fetched.append(name))
     monkeypatch.setattr(fetch, "require_tasks", fetched.extend)
-    overrides = ["model=hub", "model.name=some/model", "dataset=hub", "dataset.name=some/data"]
+    overrides = ["model=some/model", "dataset=hub", "dataset.name=some/data"]
     fetch_command("quickstart", [*overrides, "evaluation=leaderboard"], [], Console(quiet=True), suite=None, tasks=None)
     assert fetched[:4] == ["some/model"] * 3 + ["some/data"]
     assert "leaderboard_ifeval" in fetched

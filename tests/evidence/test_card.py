@@ -73,9 +73,9 @@ def test_a_card_without_the_heading_is_refused_before_anything_is_written(
 def test_the_row_counts_the_files_and_the_others_stay(tmp_path: Path, evidence: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(TABLE)
-    update_overview(readme, "unlisted", [evidence])
+    update_overview(readme, tmp_path / "recipes" / "unlisted" / "README.md", [evidence])
     assert readme.read_text() == TABLE
-    update_overview(readme, "quickstart", [evidence])
+    update_overview(readme, tmp_path / "recipes" / "quickstart" / "README.md", [evidence])
     row = "| [1 from-scratch](recipes/quickstart/README.md#evidence) | words 0.900 |"
     assert readme.read_text() == TABLE.replace("| on its card | - |", row)
 
@@ -94,6 +94,6 @@ def test_real_evidence_comes_first_in_a_card_and_its_score_counts(evidence: Path
     rows = [line for line in section([(evidence, one) for one in recorded]).splitlines() if line.startswith("| [")]
     kinds = ["real evidence", "from-scratch evidence", "machinery evidence"]
     assert [row.split(" | ")[1].partition(":")[0] for row in rows] == kinds
-    assert cells("quickstart", recorded) == (
+    assert cells("recipes/quickstart/README.md", recorded) == (
         "[1 real, 1 from-scratch, 1 machinery](recipes/quickstart/README.md#evidence) | words 0.125"
     )

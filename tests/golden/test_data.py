@@ -98,7 +98,7 @@ def answer(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """What `tunebook data` answers to a case of `cases.yaml`, whose model is in the folder."""
     (folder / "config.json").write_text(json.dumps(CONFIG | case.get("config", {})))
     (folder / case["file"]).write_text(case["documents"])
-    overrides = ["model=hub", "model.path=.", "model.weights=random", "training.global_samples=2",
+    overrides = ["model=.", "model.weights=random", "training.global_samples=2",
                  "training.max_length=2048", "dataset.num_workers=1", *case["words"]]  # fmt: skip
     config, output = compose(None, overrides, []).config, io.StringIO()
     try:

@@ -33,5 +33,5 @@ def test_where_nothing_fits_or_nothing_is_known() -> None:
     assert longest("hardware.memory_gib=8", "hardware.gpus_per_node=1", "activation=stored").tokens == 0
     offloaded = ("parallelism=zero2_offload", "hardware.gpus_per_node=2", "activation=stored")
     assert longest(*offloaded, "hardware.memory_gib=140", "hardware.host_memory_gib=40").tokens == 0
-    unknown = ["model=hub", "model.name=a/b", "dataset=synthetic", "hardware=hopper", "hardware.gpus_per_node=1"]
+    unknown = ["model=a/b", "dataset=synthetic", "hardware=hopper", "hardware.gpus_per_node=1"]
     assert longest_row(draft_run(None, unknown, [], NO_GPU)) is None

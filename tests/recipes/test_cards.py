@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from tunebook.cli.options import split
 from tunebook.config.book import book_root
 
 from .conftest import Composed
@@ -45,10 +46,12 @@ def commands(name: str) -> list[list[str]]:
 
 def as_request(words: list[str]) -> tuple[str, list[str]]:
     """The recipe and the overrides that a quoted command asks for."""
-    if words[0] == "tunebook":
-        return words[2], [word for word in words[3:] if not word.startswith("--")]
-    variables = dict(word.split("=", 1) for word in words[2:])
-    return variables.get("RECIPE", "quickstart"), shlex.split(variables.get("ARGS", ""))
+    if words[0] == "make":
+        variables = dict(word.split("=", 1) for word in words[2:])
+        words = [*words[:2], variables.get("RECIPE", "quickstart"), *shlex.split(variables.get("ARGS", ""))]
+    recipe, overrides = split([word for word in words[2:] if not word.startswith("--")])
+    assert recipe is not None
+    return recipe, overrides
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,4 +72,4 @@ def test_commands_on_the_card_compose(name: str, composed: Composed) -> None:
     assert any(words[:2] == ["make", "train"] and as_request(words)[0] == name for words in commands(name))
     for words in commands(name):
         recipe, overrides = as_request(words)
-        composed(recipe, *[override for override in overrides if not override.startswith("--")])
+        composed(recipe, *overrides)

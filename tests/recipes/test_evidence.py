@@ -54,11 +54,19 @@ def test_its_card_shows_what_the_files_say(folder: Path) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
 def test_the_books_table_of_recipes_names_it(folder: Path) -> None:
     files, recipe = sorted(folder.glob("*.json")), folder.parent.name
-    rows = [
-        line for line in (RECIPES.parent / "README.md").read_text().splitlines() if line.startswith(row_start(recipe))
-    ]
-    assert len(rows) == 1
-    assert rows[0].endswith(f"| {cells(recipe, [read_evidence(file) for file in files])} |")
+    link = f"{recipe}/README.md"
+    (row,) = [line for line in (RECIPES / "README.md").read_text().splitlines() if line.startswith(row_start(link))]
+    assert row.endswith(f"| {cells(link, [read_evidence(file) for file in files])} |")
+
+
+def test_the_table_names_every_recipe_and_the_readme_shows_some_of_its_rows() -> None:
+    rows = [line for line in (RECIPES / "README.md").read_text().splitlines() if line.startswith("| [")]
+    assert sorted(row.partition("](")[0].removeprefix("| [") for row in rows) == sorted(
+        file.stem for file in RECIPES.glob("*.yaml")
+    )
+    shown = [line for line in (RECIPES.parent / "README.md").read_text().splitlines() if line.startswith("| [")]
+    shown = [line.replace("](recipes/", "](") for line in shown if "](recipes/" in line]
+    assert len(shown) == 6 and set(shown) <= set(rows)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.parent.name}/{file.stem}")

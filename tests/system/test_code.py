@@ -53,7 +53,7 @@ def conversations(tmp_path):
 
 def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, tmp_path):
     settings = [
-        *["dataset=jsonl", f"dataset.path={conversations}", "training.max_length=512", "packing=padded"],
+        *["dataset=file", f"dataset.path={conversations}", "training.max_length=512", "packing=padded"],
         *["packing.row_length=null", f"training.global_samples={NUM_PROBLEMS}", "training.max_steps=80"],
         *["schedule.warmup_steps=5", "evaluation=code", f"evaluation.tasks=[{task}]", "evaluation.before=true"],
         *[f"evaluation.limit={NUM_PROBLEMS}", "evaluation.code.max_new_tokens=128", f"outputs={tmp_path}"],

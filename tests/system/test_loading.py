@@ -75,7 +75,7 @@ def damaged(whole: Path) -> list[Path]:
 def words(model: Path, strategy: str, ranks: int, *more: str) -> list[str]:
     """The overrides of a run of a model in a folder."""
     return [
-        "model=hub", f"model.path={model}", "dataset=synthetic", "training.global_samples=16", "attention=sdpa",
+        f"model={model}", "dataset=synthetic", "training.global_samples=16", "attention=sdpa",
         "packing=isolated", "activation=stored", "training.max_length=512", "optimizer.learning_rate=1e-4",
         f"hardware.gpus_per_node={ranks}", f"parallelism={strategy}", "precision=fp32", *more,
     ]  # fmt: skip

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path) -> list[str]:
     return [
-        "tunebook", "plan", "--json", "model=hub", f"model.path={folder}", "model.weights=random", "dataset=synthetic",
+        "tunebook", "plan", "--json", f"model={folder}", "model.weights=random", "dataset=synthetic",
         "training.global_samples=16", "training.max_length=128", "optimizer.learning_rate=1e-4", "hardware=hopper",
         "parallelism=ddp", "hardware.gpus_per_node=2",
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
 ) -> None:
     """DDP waited for its gradients in vain; under ZeRO-3 the model was saved under names that no file has."""
     ended = run([
-        *["tunebook", "train", "quickstart", f"outputs={tmp_path}", "model=hub", f"model.path={with_tower}"],
+        *["tunebook", "train", "quickstart", f"outputs={tmp_path}", f"model={with_tower}"],
         *[f"parallelism={strategy}", "hardware=cpu", "hardware.gpus_per_node=2", "evaluation=none"],
         *["training.max_steps=3", "training.log_every_steps=1", "schedule.warmup_steps=0"],
         "optimizer.weight_decay=0.1",

@@ -29,6 +29,7 @@ INSTEAD = {
     "tunebook diff RUN RUN": "run by test_evidence.py",
     "tunebook verify RUN RUN --record --label cpu": "run by tests/commands/test_verify.py on made-up runs",
     "tunebook verify RUN --target 'validation_loss<=2.1@200'": "run by tests/commands/test_verify.py on made-up runs",
+    "tunebook train chats.jsonl model=Qwen/Qwen3-0.6B peft=lora": "needs the hub; run by the ten minutes below",
     "docker compose run eval": "run in a container by docker/test_quickstart_in_a_container.py",
     'make eval ARGS="run=qwen05b_single suite=code"': "needs the hub; test_code.py runs the shipped problems",
     "make chat ARGS=\"--prompt 'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",
@@ -54,18 +55,38 @@ EXPECTED = {
     "make sweep RECIPE=quickstart": "4 trials",
     "make doctor RECIPE=quickstart": "0 errors",
     "make explain ARGS=bf16-on-volta": "torch emulates bf16 there",
-    "tunebook train model=hub model.name=": "launch: ",
-    "tunebook train model=hub model.path=": "launch: ",
-    "tunebook init mine --model": "  tunebook plan mine --recipes-dir my_recipes",
+    "tunebook train chats.parquet model=my/model": "launch: ",
+    "tunebook init mine 'chats/*.jsonl'": "  tunebook plan mine\n",
+}
+TEN_MINUTES = ROOT / "docs" / "ten_minutes.md"
+# What the ten minutes need from the hub, and what is there in the test.
+IN_PLACE_OF = {"Qwen/Qwen3-0.6B": "./my/model", "tasks=ifeval": "suite=quickstart --limit 2"}
+# And what its commands print, in order.
+PRINTED = {
+    "tunebook data": "no model is named",
+    "tunebook plan": "outputs/chats/<time>",
+    "tunebook train": "run folder: ",
+    "tunebook chat": "",
+    "tunebook eval tasks=": "outputs/chats/",
+    "tunebook eval model=": "quickstart",
+    "tunebook export": "hf upload ORG/NAME",
+    "tunebook init": "  tunebook train my_chats\n",
+    "tunebook sweep": "3 trials",
 }
 CONVERSATION = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}
 
 
 def commands() -> list[str]:
-    """Every line of the pages' shell blocks, once and without its comment."""
-    blocks = [block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    """Every line of the pages' shell blocks, once and without its comment, but for those of the ten minutes."""
+    lines = [line for page in PAGES if page != TEN_MINUTES for line in commands_of(page)]
+    return [line for line in dict.fromkeys(lines) if line not in commands_of(TEN_MINUTES)]
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of a page's shell blocks, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL)
     lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
-    return [line for line in dict.fromkeys(lines) if line]
+    return [line for line in lines if line]
 
 
 @pytest.fixture
@@ -75,6 +96,7 @@ def own_folder(tmp_path):
     import pyarrow.parquet
 
     lines = [json.dumps(CONVERSATION) + "\n"] * 80
+    (tmp_path / "chats.jsonl").write_text("".join(line.replace("Hello?", f"{n}?") for n, line in enumerate(lines * 2)))
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "a.jsonl").write_text("".join(lines))
     with gzip.open(tmp_path / "chats" / "b.jsonl.gz", "wt") as file:
@@ -114,7 +136,8 @@ def test_make_commands_run_as_written(run, line):
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in commands() if line.startswith(("tunebook train ", "tunebook init "))]
+    "line",
+    [line for line in commands() if line.startswith(("tunebook train ", "tunebook init ")) and expected_of(line)],
 )
 def test_commands_for_own_data_and_model_run_as_written(run, own_folder, line):
     ended = run(["bash", "-c", line], cwd=own_folder)
@@ -123,13 +146,23 @@ def test_commands_for_own_data_and_model_run_as_written(run, own_folder, line):
     assert not (own_folder / "outputs").exists()  # no run is started
 
 
-def test_own_data_and_own_model_train(run, own_folder):
-    (line,) = [line for line in commands() if line.startswith("tunebook train model=hub model.path=")]
-    words = line.replace(" --dry-run", "") + " training.max_steps=2"
-    ended = run(["bash", "-c", words], cwd=own_folder)
-    assert ended.exit_code == 0, ended.output
-    (model,) = (own_folder / "outputs").glob("custom/2*/model/model.safetensors")
-    assert model.stat().st_size > 1_000_000
+def test_the_ten_minutes_run_as_written_with_a_model_made_here(run, own_folder):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = own_folder / "my" / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    lines = commands_of(TEN_MINUTES)
+    assert len(lines) == len(PRINTED)
+    for line, (start, printed) in zip(lines, PRINTED.items(), strict=True):
+        typed = line
+        for there, here in IN_PLACE_OF.items():
+            typed = typed.replace(there, here)
+        ended = run(["bash", "-c", typed], cwd=own_folder)
+        assert ended.exit_code == 0, f"{typed}\n{ended.output}"
+        assert line.startswith(start) and printed in ended.output, typed
+    (trained,) = (own_folder / "outputs").glob("chats/2*/model/adapter_model.safetensors")
+    assert trained.stat().st_size > 10_000
+    assert (own_folder / "my_export" / "model.safetensors").stat().st_size > 1_000_000
 
 
 def test_the_newest_run_is_exported(quickstart, run):

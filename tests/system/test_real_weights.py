@@ -21,7 +21,7 @@ def test_a_pretrained_model_learns_to_call_tools(run: Any, project_root: Path, t
     subprocess.run([sys.executable, str(script), str(inputs)], check=True, timeout=900)
     words = [
         "tunebook", "train", "smollm2_135m_tools", "model.name=null", f"model.path={inputs / 'smollm2_135m'}",
-        "dataset=jsonl", f"dataset.path={inputs / 'tool_calls' / 'train.jsonl'}", "dataset.validation_share=0",
+        "dataset=file", f"dataset.path={inputs / 'tool_calls' / 'train.jsonl'}", "dataset.validation_share=0",
         f"evaluation.tasks=[{inputs / 'tool_calls' / 'calls.yaml'}]", "evaluation.before=true", "evaluation.limit=12",
         "training.max_steps=24", "training.global_samples=8", "training.max_length=448", "hardware=cpu",
         "training.evaluate_every_steps=null", "optimizer.learning_rate=5e-4", f"outputs={tmp_path}",

@@ -107,7 +107,7 @@ def named_candidates(named: Path) -> list[Candidate]:
         problem = candidates[0].problem if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
         raise RequestError(
             f"training.resume={named} is no checkpoint to resume from: {problem}; name a run folder, or a folder "
-            f"checkpoint-<step> in its checkpoints; to start from other weights: model.path={named}",
+            f"checkpoint-<step> in its checkpoints; to start from other weights: model={named}",
             problem_id="checkpoint-not-usable",
         )
     return candidates

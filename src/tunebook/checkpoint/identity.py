@@ -80,7 +80,7 @@ def require_same(checkpoint: Path, record: CheckpointRecord, identity: Identity,
         raise RequestError(
             f"{checkpoint} cannot be resumed from: {'; '.join(difference.text for difference in impossible)}. Resume "
             "with what it was saved with, or start from its weights, with a new optimizer: tunebook export, then "
-            "model.path=THAT_FOLDER; to start again: training.resume=never",
+            "model=THAT_FOLDER; to start again: training.resume=never",
             problem_id="checkpoint-of-another-run",
         )
     if refused := [difference for difference in differing if difference.allowed_by not in anyway]:

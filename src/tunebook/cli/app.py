@@ -1,7 +1,7 @@
 """The `tunebook` command: one function per command, one line of help each. Torch is imported where a command needs it.
 
-`tunebook COMMAND [RECIPE] [key=value ...]`: a first word without `=` is the recipe. Exit codes are those of
-`tunebook.errors`; an error that Tunebook raises on purpose is printed without a traceback.
+`tunebook COMMAND [RECIPE] [DATA] [key=value ...]`. Exit codes are those of `tunebook.errors`; an error that Tunebook
+raises on purpose is printed without a traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tunebook.cli.options import (
     RunFolder,
     Words,
     make_console,
+    split,
 )
 from tunebook.cli.records import records_app
 from tunebook.config.unsafe_text import shown, without_secrets
@@ -43,14 +44,6 @@ app = typer.Typer(
 )
 
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
-
-
-def split(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """A recipe's name, if the first word is one, and the overrides."""
-    first, *rest = words or [""]
-    if first and "=" not in first and not first.startswith(("+", "~")):
-        return first, rest
-    return None, [word for word in (first, *rest) if word]
 
 
 def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
@@ -97,7 +90,7 @@ def train(
     run_folder: RunFolder = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Train a recipe: compose, check, plan, prepare, launch, evaluate, report."""
+    """Train a recipe, or your model on your data: compose, check, plan, prepare, launch, evaluate, report."""
     from tunebook.commands.plan import plan_command
     from tunebook.commands.train import plan_job, run_job
     from tunebook.record.start_up import StartClock, process_begun
@@ -105,7 +98,7 @@ def train(
     clock = StartClock(process_begun())
     clock.passed("start_python")
 
-    recipe, overrides = split(words)
+    recipe, overrides = split(words, recipes_dir)
     console = make_console()
     if dry_run:
         raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], console, folder=run_folder))
@@ -137,7 +130,7 @@ def plan(
     """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
     from tunebook.commands.plan import plan_command
 
-    recipe, overrides = split(words)
+    recipe, overrides = split(words, recipes_dir)
     typed = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure}
     options = [option for option, is_typed in (typed | {"--longest": longest}).items() if is_typed]
     if len(options) > 1 and (compare or as_yaml):
@@ -168,7 +161,7 @@ def doctor(
     """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks, and check RECIPE; each with its fix."""
     from tunebook.commands.doctor import doctor_command
 
-    recipe, overrides = split(words)
+    recipe, overrides = split(words, recipes_dir)
     raise typer.Exit(doctor_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
 
 
@@ -181,7 +174,7 @@ def data(
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
     from tunebook.commands.data import show_data
 
-    recipe, overrides = split(words)
+    recipe, overrides = split(words, recipes_dir)
     show_data(recipe, overrides, recipes_dir or [], samples, make_console())
 
 
@@ -191,7 +184,7 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[run=RUN | model=MODEL] [suite=NAME | tasks=a,b]",
-            help="A run or checkpoint, or a model folder or a model's name on the hub; other tasks than the run's own.",
+            help="A run or checkpoint; or a model's ORG/NAME, folder or name in the book; other tasks than its own.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
@@ -256,7 +249,7 @@ def fetch(
     keys = ("suite", "tasks")
     own = [word for word in words or [] if word.partition("=")[0] in keys]
     typed = settings(own, keys)
-    recipe, overrides = split([word for word in words or [] if word not in own])
+    recipe, overrides = split([word for word in words or [] if word not in own], recipes_dir)
     fetch_command(
         recipe, overrides, recipes_dir or [], make_console(), suite=typed.get("suite"), tasks=task_names(typed)
     )
@@ -342,7 +335,7 @@ def sweep(
     """
     from tunebook.commands.sweep import SweepOptions, sweep_command
 
-    recipe, overrides = split(words)
+    recipe, overrides = split(words, recipes_dir)
     options = SweepOptions(jobs=jobs, num_trials=num_trials, metric=metric, seed=seed, prune=prune)
     outlive_readers()
     code = sweep_command(recipe, overrides, recipes_dir or [], make_console(), options=options, dry_run=dry_run)

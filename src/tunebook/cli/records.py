@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from tunebook.cli.options import Outputs, RecipesDir, make_console
+from tunebook.cli.options import Outputs, RecipesDir, Words, make_console, split
 from tunebook.terminal import outlive_readers, print_text
 
 records_app = typer.Typer()
@@ -146,23 +147,19 @@ def list_recipes(recipes_dir: RecipesDir = None) -> None:
 
 @records_app.command()
 def init(
-    name: Annotated[str, typer.Argument(help="The new recipe's name.")],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="ORGANIZATION/NAME of the hub, a folder, or a file of hydra_configs/model."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
-    ] = None,
-    parallelism: Annotated[str | None, typer.Option("--parallelism", help="If unset, the base's, or auto.")] = None,
-    base: Annotated[str | None, typer.Option("--base", metavar="RECIPE", help="Build on this recipe.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The new recipe's name.")] = None,
+    words: Words = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Write a recipe of your own, from --model and --data or from --base, to --recipes-dir or my_recipes."""
+    """Write what you would train as a recipe of your own, to my_recipes or --recipes-dir; asks if nothing is typed."""
     from tunebook.commands.init import init_command
 
-    init_command(name, recipes_dir or [], make_console(), model=model, data=data, parallelism=parallelism, base=base)
+    if name is None and sys.stdin.isatty():
+        name = typer.prompt("Name of the recipe")
+        data, model = typer.prompt("Data (a file, a folder or a glob)"), typer.prompt("Model (ORG/NAME or a folder)")
+        words = [data, f"model={model}"]
+    base, overrides = split(words, recipes_dir)
+    init_command(name, base, overrides, recipes_dir or [], make_console())
 
 
 @records_app.command()

@@ -1,4 +1,4 @@
-"""`tunebook data RECIPE`: prepare the data, and show counts, lengths and samples."""
+"""`tunebook data`: prepare the data, and show counts, lengths and samples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from rich.console import Console
 from tunebook.commands.train import plan_job, prepare_data
 from tunebook.terminal import print_text
 
+# The quickstart's tokens are half as long as a model's own, so 4,096 of them are a text as 2,048 of those. The factor
+# gives its model positions for any limit.
+_QUICKSTART = ("model=quickstart", "model.yarn_factor=1000", "training.max_length=4096")
+
 
 def show_data(
     recipe: str | None, overrides: Sequence[str], recipes_dirs: Sequence[Path], num_samples: int, console: Console
 ) -> None:
     """Print everything about a recipe's data. Raises: what planning and preparing raise."""
+    keys = ("model=", "model.name=", "model.path=")
+    if recipe is None and not any(word.startswith(keys) for word in overrides):
+        overrides = [*_QUICKSTART, *overrides]
+        print_text("no model is named: tokens are the quickstart's, about twice as many as another's", console)
     job = plan_job(recipe, [*overrides], [*recipes_dirs])
     for warning in job.problems:
         if warning.key.startswith("dataset."):

@@ -18,7 +18,7 @@ from tunebook.plan.alternatives import LongestRow, Suggestion, longest_row, sugg
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
 from tunebook.plan.memory.verdict import judge_measurement, plan_memory
 from tunebook.plan.show import host_memory_lines, memory_lines, show_warnings, time_lines
-from tunebook.record.run_folder import WITHOUT_RECIPE
+from tunebook.record.run_folder import run_name
 from tunebook.terminal import print_lines, print_text
 
 
@@ -71,7 +71,7 @@ def plan_command(
         return _end(draft)
     assert draft.memory is not None and draft.host is not None and draft.time is not None
     show_decisions(draft, console)
-    show_job(draft, console, folder or Path(draft.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
+    show_job(draft, console, folder or Path(draft.config.outputs) / run_name(draft.config) / "<time>")
     if draft.missing_data is not None:
         console.print("note: planned without the data, which is missing")
     lines = [*memory_lines(draft.memory), *host_memory_lines(draft.host), *time_lines(draft.time)]

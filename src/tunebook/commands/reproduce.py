@@ -24,7 +24,7 @@ from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
 from tunebook.evidence.schema import read_evidence
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
-from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, resolve_run
+from tunebook.record.run_folder import create_run_folder, resolve_run, run_name
 from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
 
@@ -100,7 +100,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         "chat_template_sha256": prepared.chat_template_sha256,
     }
     require_same_inputs(claim.recorded.inputs, inputs.model_copy(update=data), different)
-    folder = create_run_folder(outputs, original.recipe or WITHOUT_RECIPE)
+    folder = create_run_folder(outputs, run_name(job.config))
     print_text(f"to compare it later: {shell_command([*original.comparison, str(folder)])}", console)
     code, launcher = run_job(job, console, folder=folder), job.config.launcher
     if code != 0 or (isinstance(launcher, SlurmConfig) and not launcher.wait):

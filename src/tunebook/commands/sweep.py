@@ -21,7 +21,7 @@ from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, working_in
+from tunebook.record.run_folder import LOCK_FILE, run_name, working_in
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
@@ -75,7 +75,7 @@ def sweep_command(
             print_text(f"trial-{number:03d}  {title_of(values)}", console)
         print_text(f"{sweep.num_trials or len(grid)} trials, {_how_it_runs(sweep, options)}", console)
         return 0
-    outputs = Path(config.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE)
+    outputs = Path(config.outputs).expanduser().absolute() / run_name(config)
     earlier = find_folder(sweep, outputs) if config.training.resume != "never" else None
     folder = earlier or make_folder(outputs)
     with working_in(folder):

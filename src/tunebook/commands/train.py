@@ -36,11 +36,11 @@ from tunebook.record.manifest import MANIFEST_FILE, read_manifest, start_manifes
 from tunebook.record.run_folder import (
     PLAN_FILE,
     RUN_FILE,
-    WITHOUT_RECIPE,
     check_outputs,
     clear_outcomes,
     create_run_folder,
     make_run_folder,
+    run_name,
     working_in,
 )
 from tunebook.record.start_up import StartClock
@@ -104,7 +104,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
     checkpoint = None if is_done else expected_checkpoint(config, resumed, identity)
     if resumed is None:
-        folder = create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
+        folder = create_run_folder(Path(config.outputs), run_name(config))
     else:
         refuse_if_queued(resumed)
         folder = make_run_folder(resumed)

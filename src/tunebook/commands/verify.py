@@ -130,7 +130,8 @@ def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console:
     print_text(f"written: {file}", console)
     files = evidence_files(recipe, recipes_dirs)
     update_card(card, files)
-    update_overview(card.parents[2] / "README.md", recipe, files)
+    for page in (card.parents[1] / "README.md", card.parents[2] / "README.md"):
+        update_overview(page, card, files)
     print_text(f"shown on {card}", console)
     return 0
 

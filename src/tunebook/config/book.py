@@ -6,7 +6,6 @@ Looked for in this order: `$TUNEBOOK_HOME`, the checkout that this file lies in,
 from __future__ import annotations
 
 import os
-import shlex
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +16,8 @@ BOOK_PREFIX = "book:"
 CHATML_TEMPLATE, TRAINING_TEMPLATE, LIBRARY_PREFIX = "chatml", "training", "trl:"
 INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
+OWN_RECIPES = Path("my_recipes")  # in the working directory; not recipes/, which in a checkout is the book
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @lru_cache(maxsize=1)
@@ -65,7 +66,7 @@ def is_in_book(text: str) -> bool:
 
 def is_task_file(task: str) -> bool:
     """Whether `task` is a file rather than a name: `book:...`, or ends like YAML."""
-    return is_in_book(task) or task.endswith((".yaml", ".yml"))
+    return is_in_book(task) or task.endswith(YAML_SUFFIXES)
 
 
 def resolve_path(text: str) -> Path:
@@ -80,12 +81,13 @@ def resolve_path(text: str) -> Path:
 
 
 def users_folders(named: list[Path]) -> list[Path]:
-    """The folders of recipes that the user named, as typed: `--recipes-dir`, then $TUNEBOOK_RECIPES."""
-    return [*named, *(Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part)]
+    """The user's folders of recipes, as typed: `--recipes-dir`, $TUNEBOOK_RECIPES, and my_recipes if there is one."""
+    in_variable = [Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part]
+    return [*named, *in_variable, *([OWN_RECIPES] if OWN_RECIPES.is_dir() else [])]
 
 
 def recipe_folders(named: list[Path]) -> list[Path]:
-    """The folders recipes are looked up in: the user's (`--recipes-dir`, then $TUNEBOOK_RECIPES), then the book's.
+    """The folders recipes are looked up in: the user's, then the book's.
 
     Raises: RequestError for one that does not exist.
     """
@@ -119,21 +121,23 @@ def find_recipes(named: list[Path]) -> dict[str, Path]:
     return dict(sorted(recipes.items()))
 
 
+def recipe_name(recipe: str) -> str:
+    """The name of a recipe that may have been named as a YAML file."""
+    return Path(recipe).stem if recipe.endswith(YAML_SUFFIXES) else recipe
+
+
 def recipe_file(name: str, named: list[Path]) -> Path:
-    """The file of one recipe. Raises: RequestError listing the recipes there are."""
+    """The file of one recipe, which is named by its name or as a YAML file. Raises: RequestError for an unknown one."""
+    if name.endswith(YAML_SUFFIXES):
+        file = Path(name).expanduser().absolute()
+        if file.is_file():
+            return file
+        raise RequestError(f"there is no recipe {file}; `tunebook list` shows the recipes", problem_id="unknown-recipe")
     recipes = find_recipes(named)
-    file = Path(name)
-    if name not in recipes and file.is_file():
-        raise RequestError(
-            f"'{name}' is a file, and recipes are named without their folder: type {file.stem} --recipes-dir "
-            f"{shlex.quote(str(file.parent))}",
-            problem_id="unknown-recipe",
-        )
     if name not in recipes:
         raise RequestError(
-            f"there is no recipe '{name}'.{did_you_mean(name, recipes)} Recipes: {', '.join(recipes)}. "
-            "A folder of your own is added with --recipes-dir DIR (before or after the recipe) or "
-            f"{RECIPES_VARIABLE}=DIR",
+            f"'{name}' is no recipe and no file or folder of data.{did_you_mean(name, recipes)} `tunebook list` shows "
+            "the recipes",
             problem_id="unknown-recipe",
         )
     return recipes[name]

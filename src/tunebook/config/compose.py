@@ -30,7 +30,7 @@ from tunebook.config.identity import flat
 from tunebook.config.keys import ABSENT, all_keys, texts_of, value_at
 from tunebook.config.messages import Layer, all_of, unknown_choice, wrong_value
 from tunebook.config.override_text import quoted, typed
-from tunebook.config.recipe_files import group_choices, load_recipes
+from tunebook.config.recipe_files import group_choices, load_recipes, model_keys
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.unsafe_text import is_secret_name, shown, without_secrets
 from tunebook.errors import RequestError
@@ -69,11 +69,18 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
             choices[key] = (value if isinstance(value, str) else text, place)
         else:
             layers.append(Layer(place=place, values=_nested(key, value), typed=text))
-    wrong = [unknown_choice(group, *made) for group, made in choices.items() if made[0] not in group_choices(group)]
+    model, place = choices.get("model", ("", ""))
+    own_model = model_keys(model) if model not in group_choices("model") else None
+    if own_model is not None:  # below a recipe's own values, as the file of a choice is
+        layers.insert(0, Layer(place=place, values={"model": own_model}))
+    of_book = {group: made for group, made in choices.items() if group != "model" or own_model is None}
+    wrong = [unknown_choice(group, *made) for group, made in of_book.items() if made[0] not in group_choices(group)]
     if wrong:
         raise all_of(wrong)
-    words = [f"{group}={choice}" for group, (choice, _) in choices.items()]
+    words = [f"{group}={choice}" for group, (choice, _) in of_book.items()]
     tree, groups = _compose_groups(book_root(), frozenset(words))
+    if own_model is not None:
+        groups = groups | {"model": model}
     config = _typed(_merged(tree, layers, groups), layers)
     config.recipe = recipe
     choosers = {group: place for group, (_, place) in choices.items()}

@@ -46,6 +46,8 @@ def all_of(errors: list[RequestError]) -> RequestError:
 def unknown_choice(group: str, choice: str, place: str) -> RequestError:
     """The error for a choice that a group does not have."""
     missing = f"there is no {group} '{choice}'"
+    if group == "model":
+        missing = f"'{choice}' is no model of the book, no folder and no ORG/NAME of the hub"
     hint = did_you_mean(choice, group_choices(group), f"All choices: tunebook explain {group}")
     message = instead_of(group, choice, missing=missing) or f"{missing}.{hint}"
     return RequestError(f"{place}: {message}", problem_id="unknown-choice")

@@ -17,9 +17,14 @@ def as_typed(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def override(key: str, value: str) -> str:
+    """`key=value` for a text value."""
+    return f"{key}={value if _PLAIN.fullmatch(value) else quoted(value)}"
+
+
 def typed(key: str, value: str) -> str:
     """`key=value` for a text value, as one argument of a shell command."""
-    return shlex.quote(f"{key}={value if _PLAIN.fullmatch(value) else quoted(value)}")
+    return shlex.quote(override(key, value))
 
 
 def shell_command(words: Iterable[str]) -> str:

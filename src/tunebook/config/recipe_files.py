@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.config.book import book_root, recipe_file
+from tunebook.config.book import book_root, is_in_book, recipe_file, resolve_path
 from tunebook.config.schema import GROUPS
 from tunebook.errors import RequestError, did_you_mean, first_line
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,13 @@ class RecipeFile:
 def group_choices(group: str) -> list[str]:
     """The choices of a config group, as a user types them."""
     return sorted(file.stem for file in (book_root() / "hydra_configs" / group).glob("*.yaml"))
+
+
+def model_keys(text: str) -> dict[str, str] | None:
+    """The key of a model that is typed as a folder or as ORG/NAME of the hub; None if it is neither."""
+    if is_in_book(text) or resolve_path(text).is_dir():
+        return {"path": text}
+    return {"name": text} if _HUB_NAME.fullmatch(text) else None
 
 
 def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:

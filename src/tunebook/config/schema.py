@@ -52,7 +52,7 @@ _SAME_LOSS = {"identity": False, "evidence": True}  # how a loss is computed: ch
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Which model, tokenizer and chat template. Exactly one of `name` and `path`."""
+    """Which model, tokenizer and chat template. `model=ORG/NAME` sets `name`, `model=FOLDER` sets `path`."""
 
     name: str | None = None  # on the hub: organization/name
     path: str | None = None  # a folder; `book:recipes/...` means inside this book
@@ -99,7 +99,7 @@ class DatasetSource:
     """One place documents come from, and how they are written there."""
 
     source: Source = Source.files
-    path: str | None = None  # files: a file or a glob, see data/files.py; `book:recipes/...` is in this book
+    path: str | None = None  # files: a file, a folder or a glob, see data/files.py; `book:recipes/...` is in this book
     name: str | None = None  # hub: organization/name, or a folder in the hub's layout
     subset: str | None = None  # hub: the configuration of a data set that has several
     revision: str | None = None  # hub: commit or tag; null takes the newest and records which it was
@@ -428,9 +428,9 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """Batch, length, duration, saving and logging. Exactly one of `global_samples` and `global_tokens`."""
+    """Batch, length, duration, saving and logging. At most one of `global_samples` and `global_tokens`."""
 
-    # Documents per optimizer step over all GPUs, packed or not
+    # Documents per optimizer step over all GPUs, packed or not; null: 64, if global_tokens is null too
     global_samples: int | None = number(None, at_least=1, unit="documents")
     # Tokens per optimizer step over all GPUs, at most
     global_tokens: int | None = number(None, at_least=1, unit="tokens")

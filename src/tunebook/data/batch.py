@@ -74,8 +74,9 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     training, samples, ranks = config.training, config.training.global_samples, data_ranks(config)
     if lengths is not None and samples is not None and len(lengths) < samples:
         raise RequestError(
-            f"training.global_samples={samples} is more than the {counted(len(lengths), 'document')} there are; take a "
-            "smaller number, or fewer GPUs (hardware.gpus_per_node) if there are more GPUs than documents",
+            f"training.global_samples={samples} is more than the {counted(len(lengths), 'document')} there are; type "
+            f"training.global_samples={len(lengths)}, or with more GPUs than documents fewer GPUs "
+            "(hardware.gpus_per_node)",
             problem_id="batch-larger-than-data",
         )
     is_packed = config.packing.mode is PackingMode.isolated

@@ -48,13 +48,17 @@ def missing_files(config: DatasetConfig) -> DataError | None:
 
 
 def find_files(text: str, key: str) -> list[DataFile]:
-    """The files of a path or glob, in alphabetical order; `key` is where it was configured.
+    """The files of a path, a folder or a glob, in alphabetical order; `key` is where it was configured.
 
-    Raises: DataError for a folder, for nothing found, and for a kind of file that holds no documents.
+    Of a folder only the files of documents in it are taken, not those of its folders. Raises: DataError for nothing
+    found, and for a kind of file that holds no documents.
     """
     pattern = resolve_path(text)
-    matches = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
-    paths = sorted(Path(match) for match in matches if Path(match).is_file())
+    if pattern.is_dir():
+        paths = _documents_in(pattern)
+    else:
+        matches = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
+        paths = sorted(Path(match) for match in matches if Path(match).is_file())
     if not paths:
         raise _not_found_error(pattern, key)
     for path in paths:
@@ -85,17 +89,22 @@ def hash_folder(folder: Path) -> str:
     return total.hexdigest()
 
 
+def _documents_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES) and path.is_file())
+
+
 def _not_found_error(pattern: Path, key: str) -> DataError:
-    folder = next(parent for parent in (pattern, *pattern.parents) if parent.is_dir())
-    names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
-    if folder == pattern:
-        problem = (
-            f"{pattern} is a folder; name a file of it, or a glob such as '{pattern / '*.jsonl'}', or type "
-            f"dataset.source=hub dataset.name={pattern} for a folder in the layout of the hub."
+    if pattern.is_dir():
+        message = (
+            f"{key}: the folder {pattern} holds no file that ends in {', '.join(SUFFIXES)}; for files in its folders "
+            f"type a glob such as '{pattern / '**' / '*.jsonl'}', for a folder in the layout of the hub "
+            f"dataset=hub dataset.name={pattern}"
         )
-    else:
-        problem = f"no file matches {pattern}.{did_you_mean(pattern.name, names)}"
+        return DataError(message, problem_id="data-file-not-found")
+    folder = next(parent for parent in pattern.parents if parent.is_dir())
+    names = [path.name for path in _documents_in(folder)]
     return DataError(
-        f"{key}: {problem} {folder} holds: {first_few(names, _NUM_NAMED) or 'no file of documents'}",
+        f"{key}: no file matches {pattern}.{did_you_mean(pattern.name, names)} {folder} holds: "
+        f"{first_few(names, _NUM_NAMED) or 'no file of documents'}",
         problem_id="data-file-not-found",
     )

@@ -73,7 +73,7 @@ def vocabulary(config: RunConfig) -> tuple[int | None, int | None]:
     if vocab_size is None:
         raise RequestError(
             "dataset=synthetic draws tokens from the model's vocabulary, whose size is not known here; choose a model "
-            "group that has facts (such as model=qwen25_05b), or model.path=DIR with a config.json",
+            "that has facts (such as model=qwen25_05b), or a folder with a config.json: model=FOLDER",
             problem_id="synthetic-without-vocabulary",
         )
     return vocab_size, vocab_size - 1

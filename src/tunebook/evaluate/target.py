@@ -13,8 +13,11 @@ from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
+from tunebook.config.book import resolve_path
 from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod
+from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
+from tunebook.config.recipe_files import group_choices
 from tunebook.config.schema import (
     DatasetConfig,
     EvaluationConfig,
@@ -59,9 +62,12 @@ class Target:
 def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
     """Find the model folder, run under `outputs` or hub model that `text` names; print a chosen run to stderr.
 
-    With `is_model`, a single word such as gpt2 may also be a hub model. Raises: RequestError for a run without a model,
-    a folder without weights, an unknown name.
+    With `is_model`, it may also be a model of the book, or a single word such as gpt2 of the hub. Raises: RequestError
+    for a run without a model, a folder without weights, an unknown name.
     """
+    if is_model and text in group_choices("model"):
+        model = compose(None, [f"model={text}"]).config.model
+        text = model.name or str(resolve_path(model.path or ""))
     path = Path(text).expanduser().absolute()
     if path.is_dir() and not is_run(path):
         run = next((folder for folder in path.parents if (folder / RUN_FILE).is_file()), None)

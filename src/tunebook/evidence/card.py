@@ -119,22 +119,23 @@ def draw(evidence: Evidence) -> str:
     return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
 
 
-def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> None:
-    """Rewrite the last two cells of the recipe's row in the book's table, if it has one."""
-    lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
+def update_overview(page: Path, card: Path, files: Sequence[Path]) -> None:
+    """Rewrite the last two cells of the row of a card's recipe in a table of recipes, if the page has one."""
+    lines = page.read_text(encoding="utf-8").splitlines() if page.is_file() else []
+    link = card.relative_to(page.parent).as_posix()
     for number, line in enumerate(lines):
-        if line.startswith(row_start(recipe)):
+        if line.startswith(row_start(link)):
             kept = "|".join(line.removesuffix("|").split("|")[:-2])
-            lines[number] = f"{kept}| {cells(recipe, list(map(read_evidence, files)))} |"
-            atomic_write_text(readme, "\n".join(lines) + "\n")
+            lines[number] = f"{kept}| {cells(link, list(map(read_evidence, files)))} |"
+            atomic_write_text(page, "\n".join(lines) + "\n")
 
 
-def row_start(recipe: str) -> str:
-    """The start of a recipe's row."""
-    return f"| [{recipe}](recipes/{recipe}/README.md) |"
+def row_start(link: str) -> str:
+    """The start of a recipe's row, by the link to its card."""
+    return f"| [{Path(link).parent.name}]({link}) |"
 
 
-def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
+def cells(link: str, evidence: Sequence[Evidence]) -> str:
     """Return two cells: the number of files of each kind, the strongest first, and the best score.
 
     A score counts if its model was trained on real data. The best is the highest of the strongest kind.
@@ -148,7 +149,7 @@ def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
         for task, score in list(entry.results.scores.items())[:1]  # the first is the recipe's main task
     ]
     best = max(scores, default=None)
-    return f"[{numbers}](recipes/{recipe}/README.md#evidence) | {f'{best[2]} {best[1]:.3f}' if best else '-'}"
+    return f"[{numbers}]({link}#evidence) | {f'{best[2]} {best[1]:.3f}' if best else '-'}"
 
 
 def listed(files: Sequence[Path]) -> str:

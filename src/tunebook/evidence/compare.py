@@ -19,7 +19,7 @@ from tunebook.evidence.gather import RunFacts, training_overrides
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, compute_tolerances, loss_difference, relative, score_key
-from tunebook.record.run_folder import WITHOUT_RECIPE
+from tunebook.record.run_folder import run_name
 from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
 
@@ -142,7 +142,7 @@ def claim_of_run(run: RunFacts) -> Claim:
     """A run as the reference of a comparison; the tolerances are the floors."""
     return Claim(
         name=run.record.name,
-        description=" ".join([run.config.recipe or WITHOUT_RECIPE, *training_overrides(run.manifest)]),
+        description=" ".join([run_name(run.config), *training_overrides(run.manifest)]),
         recorded=run,
         validation_loss=run.validation_loss,
         tolerances=compute_tolerances([run.results], run.config),

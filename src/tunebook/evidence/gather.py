@@ -23,7 +23,7 @@ from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
 from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.page.overview import summarize
-from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE
+from tunebook.record.run_folder import RUN_FILE, run_name
 from tunebook.record.run_record import RunRecord, read_run
 
 # Options of `tunebook train` whose value is the next word, which may contain a `=`.
@@ -72,7 +72,7 @@ class RunFacts:
         config, overrides = self.config, training_overrides(self.manifest)
         overrides = [override for override in overrides if not override.startswith(_CLUSTER_PREFIX)]
         return RunDescription(
-            recipe=config.recipe or WITHOUT_RECIPE,
+            recipe=run_name(config),
             title=config.title,
             weights="random" if config.model.weights is Weights.random else "pretrained",
             data="generated" if config.dataset.source is Source.synthetic else "real",
@@ -195,8 +195,9 @@ def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -
     if facts is None:
         return "all"
     group = compose(config.recipe, overrides, recipes_dirs).groups["model"]
-    content: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / "model" / f"{group}.yaml"))
-    total: int | None = (content.get("facts") or {}).get("num_layers")  # None for a model of the user's own
+    file = book_root() / "hydra_configs" / "model" / f"{group}.yaml"
+    content: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}  # a model of the user's own
+    total: int | None = (content.get("facts") or {}).get("num_layers")
     if total is None and not any(word.startswith("model.facts.num_layers=") for word in overrides):
         total = facts.num_layers
     return f"all {total}" if total == facts.num_layers else f"{facts.num_layers} of {total or 'unknown'}"

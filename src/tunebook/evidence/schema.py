@@ -201,7 +201,7 @@ class Evidence(Section):
 
 def evidence_folder(recipe: str, recipes_dirs: list[Path]) -> Path:
     """The folder of a recipe's evidence. Raises: RequestError for an unknown recipe."""
-    return recipe_file(recipe, recipes_dirs).parent / recipe / "evidence"
+    return recipe_file(recipe, recipes_dirs).with_suffix("") / "evidence"
 
 
 def evidence_files(recipe: str, recipes_dirs: list[Path]) -> list[Path]:

@@ -35,10 +35,10 @@ from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.run_folder import (
     RUN_FILE,
     STOP_FILE,
-    WITHOUT_RECIPE,
     find_runs,
     has_outcome,
     read_outcomes,
+    run_name,
     write_outcome,
 )
 from tunebook.terminal import print_text
@@ -152,7 +152,7 @@ def _wait_for_start(config: RunConfig, named: Path | None, console: Console) -> 
     end = time.monotonic() + timeout_s
     print_text(f"waiting for node 0 to start this run in {named or outputs}", console)
     while time.monotonic() < end:
-        runs = [named] if named is not None else find_runs(outputs, config.recipe or WITHOUT_RECIPE)
+        runs = [named] if named is not None else find_runs(outputs, run_name(config))
         for folder in reversed(runs):
             with suppress(FileNotFoundError):
                 start = read_json(folder / START_FILE)

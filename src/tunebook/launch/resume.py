@@ -26,11 +26,11 @@ from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.record.run_folder import (
     LOCK_FILE,
     RUN_FILE,
-    WITHOUT_RECIPE,
     find_runs,
     is_run,
     is_worked_in,
     read_outcomes,
+    run_name,
 )
 
 # An invalid run would end the same way again.
@@ -47,7 +47,7 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
     if config.training.resume == "never":
         return None
     is_newest = True
-    for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
+    for folder in reversed(find_runs(Path(config.outputs), run_name(config))):
         try:
             is_unfinished, theirs = _is_unfinished(folder), load_config(folder / RUN_FILE)
         except (DataError, RequestError):

@@ -28,6 +28,7 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
 from tunebook.launch.supervise import StopRequests
 from tunebook.record.manifest import RunState, finish_manifest, manifest_or_empty, read_manifest, update_manifest
+from tunebook.record.run_folder import run_name
 from tunebook.terminal import print_text
 
 _Reply = TypeVar("_Reply")
@@ -180,7 +181,7 @@ def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
     """
     settings, hardware = config.launcher, config.hardware
     assert isinstance(settings, SlurmConfig)
-    options = [f"--job-name={config.recipe or 'tunebook'}", f"--nodes={hardware.num_nodes}", "--ntasks-per-node=1"]
+    options = [f"--job-name={run_name(config)}", f"--nodes={hardware.num_nodes}", "--ntasks-per-node=1"]
     if hardware.generation is not Generation.cpu:
         options.append(f"--gpus-per-node={hardware.gpus_per_node}")
     if settings.cpus_per_task is not None:

@@ -44,7 +44,7 @@ def read_config(model: ModelConfig) -> dict[str, Any] | None:
     if not is_object or not (config.get("model_type") or config.get("architectures")):
         raise broken_config(
             f"{file} is no object with model_type or architectures, so it is no model's config.json; name the model's "
-            "own folder in model.path"
+            "own folder: model=FOLDER"
         )
     stated: dict[str, Any] = config
     return stated
@@ -136,7 +136,7 @@ def config_file(model: ModelConfig) -> Path | None:
     except HFValidationError as error:
         raise RequestError(
             f"model.name={model.name} is not the name of a model on the hub, ORG/NAME; of a model in a folder type "
-            "model.path=FOLDER",
+            "model=FOLDER",
             problem_id="hub-name-form",
         ) from error
     return Path(cached) if isinstance(cached, str) else None

@@ -10,8 +10,6 @@ from tunebook.errors import RequestError, TunebookError, causes, first_line
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.weight_files import STORED, find_weight_files
 
-_FOLDER_KEY = "model.name=null model.path"  # what names a folder instead of the hub
-
 
 def is_out_of_reach(error: BaseException) -> bool:
     """True if an error of a hub library, or one of its causes, means that there is no network."""
@@ -35,7 +33,7 @@ def upload_problem() -> str | None:
 
 
 def fetch_files(
-    name: str, revision: str | None, patterns: Iterable[str], kind: str = "model", key: str = _FOLDER_KEY
+    name: str, revision: str | None, patterns: Iterable[str], kind: str = "model", key: str = "model"
 ) -> Path:
     """The folder with the files of a repository that match, fetched or from the cache; its name is the commit.
 
@@ -70,7 +68,7 @@ def fetch_weights(model: ModelConfig) -> Path:
 
 
 def hub_problem(
-    error: BaseException, kind: str, name: str, revision: str | None = None, *, key: str = _FOLDER_KEY
+    error: BaseException, kind: str, name: str, revision: str | None = None, *, key: str = "model"
 ) -> TunebookError:
     """The error if a `kind` (model, tokenizer) called `name` cannot be loaded. `key` is the setting for a folder."""
     from huggingface_hub import constants

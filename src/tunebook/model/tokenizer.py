@@ -239,7 +239,7 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     except ValueError as error:
         raise RequestError(
             f"the model's generation settings are contradictory ({first_line(error)}), so the trained model could not "
-            "be written; correct generation_config.json in a copy of the model, named by model.path=DIR",
+            "be written; correct generation_config.json in a copy of the model, named by model=FOLDER",
             problem_id="model-cannot-be-saved",
         ) from error
 

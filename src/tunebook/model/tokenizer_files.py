@@ -66,8 +66,7 @@ def tokenizer_folder(model: ModelConfig) -> Path:
         key, folder = "model.name", fetch_files(model.name, model.revision, patterns, "tokenizer")
     else:
         raise RequestError(
-            "neither model.name nor model.path is set, so there is no tokenizer; set model.name=organization/name "
-            "(on the hub) or model.path=DIR",
+            "no model is named, so there is no tokenizer; type model=ORG/NAME or model=FOLDER",
             problem_id="model-not-named",
         )
     if has_vocabulary(folder):

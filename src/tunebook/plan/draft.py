@@ -117,7 +117,8 @@ def draft_run(
     draft.machine = machine = machine or detect_machine()
     draft.missing_data = missing_files(composition.config.dataset)
     try:
-        draft.resolution = resolve_auto(composition.config, machine)
+        is_default = composition.set_by("training.max_length") is None
+        draft.resolution = resolve_auto(composition.config, machine, is_default_length=is_default)
         config = draft.resolution.config
         draft.problems = check(config, composition.set_by)
         if not any(problem.is_error for problem in draft.problems):

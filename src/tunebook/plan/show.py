@@ -41,7 +41,9 @@ def show_warnings(warnings: list[Problem], console: Console) -> None:
 
 def batch_lines(plan: BatchPlan) -> list[str]:
     """The batch arithmetic as lines of text, marked as an estimate until the data is prepared."""
-    size = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
+    size = f"at most {plan.global_tokens} tokens"
+    if plan.global_samples:
+        size = f"{plan.global_samples} documents (training.global_samples)"
     title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
     lines = [title, f"  one optimizer step: {size}"]
     kind = "packed" if plan.is_packed else "padded"

@@ -54,7 +54,6 @@ from tunebook.record.scores import (
     unit_of,
 )
 
-NO_RECIPE = "none (own model and data)"
 _NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists all
 TEMPLATES = Path(__file__).parent / "page"
 
@@ -89,7 +88,7 @@ def render_run(record: RunRecord) -> str:
         run=_head(record, summary),
         title=title_of(record),
         unit=speed_unit([record]),
-        recipe=recipe_of(record) or NO_RECIPE,
+        recipe=recipe_of(record),
         machine=describe_machine(record),
         took=describe_duration(summary),
         main_score=main_score(record),
@@ -135,7 +134,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
         differences=config_differences(records),
         not_compared=[name for name, record in zip(names, records, strict=True) if not record.config],
         scores=compare_scores(records),
-        recipes=sorted({recipe_of(record) or NO_RECIPE for record in records}),
+        recipes=sorted({recipe_of(record) for record in records}),
         charts=overlaid_charts(records, names),
         dashes=[dash_of_run(index) for index in range(len(records))],
     )

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tunebook.config.book import recipe_name, resolve_path
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import existing, require_space
 
 LATEST = "latest"
 LOCK_FILE = ".lock"
-WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe, and what evidence calls it
 FINISHED = "finished"  # the reason of a rank that trained to the last step
 _MINIMUM_FREE_BYTES = 100 * 2**20  # for metrics, manifest and report. Callers check the space for checkpoints
 _RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d{3,})?")
@@ -45,12 +46,21 @@ def time_name() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
-def create_run_folder(outputs: Path, recipe: str) -> Path:
-    """Make `outputs/<recipe>/<UTC time>[-NNN]/` and point `latest` at it. NNN separates runs of the same second.
+def run_name(config: RunConfig) -> str:
+    """What a run is called in `outputs/`: its recipe's name, or of a run without one the name of its data."""
+    if config.recipe is not None:
+        return recipe_name(config.recipe)
+    data = config.dataset
+    parts = [part for part in resolve_path(data.path or data.name or data.source.name).parts if "*" not in part]
+    return re.sub(r"[^\w.-]+", "_", Path(parts[-1].removesuffix(".gz")).stem).strip(".") or "data"
+
+
+def create_run_folder(outputs: Path, name: str) -> Path:
+    """Make `outputs/<name>/<UTC time>[-NNN]/` and point `latest` at it. NNN separates runs of the same second.
 
     Raises: RequestError if it cannot be written, DoesNotFitError if the disk is full.
     """
-    folder = make_unique(make_run_folder(outputs.expanduser().absolute() / recipe), time_name())
+    folder = make_unique(make_run_folder(outputs.expanduser().absolute() / name), time_name())
     temporary = folder.with_name(f".{LATEST}-{os.getpid()}-{secrets.token_hex(4)}")
     with suppress(OSError):  # the link is a convenience: a file system without links must not stop a run
         temporary.symlink_to(folder.name)

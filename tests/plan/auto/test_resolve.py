@@ -263,16 +263,16 @@ def test_a_row_is_no_longer_than_a_step_can_fill(words, row):
 
 HUB = ["dataset=synthetic", "training.global_samples=16", "training.max_length=2048", "optimizer.learning_rate=1e-4",
        "hardware=hopper", "hardware.gpus_per_node=1", "hardware.memory_gib=140.4", "activation=stored",
-       "packing.row_length=2048", "model=hub"]  # fmt: skip
+       "packing.row_length=2048"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["model.name=Qwen/Qwen3-4B"], True),
-        (["model.name=Qwen/Qwen3-4B-Base"], False),  # with the same sizes
-        (["model.name=Qwen/Qwen3-4B", "model.revision=main"], False),
-        (["model.name=Qwen/Qwen3-4B", "model.trust_remote_code=true"], False),
+        (["model=Qwen/Qwen3-4B"], True),
+        (["model=Qwen/Qwen3-4B-Base"], False),  # with the same sizes
+        (["model=Qwen/Qwen3-4B", "model.revision=main"], False),
+        (["model=Qwen/Qwen3-4B", "model.trust_remote_code=true"], False),
     ],
 )
 def test_a_hub_name_of_the_book_has_the_books_facts(machine, monkeypatch, words, found):

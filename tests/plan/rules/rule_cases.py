@@ -125,8 +125,8 @@ CASES = [
     Case("out-of-range", "optimizer.learning_rate", {"optimizer.learning_rate": math.nan}),
     Case("out-of-range", "model.facts.vocab_size", {"model.facts.vocab_size": 0}),
     # model
-    Case("model-not-named", "model.name", {"model.name": None}),
-    Case("model-not-named", "model.name", {"model.path": "book:recipes/quickstart/model"}),
+    Case("model-not-named", "model", {"model.name": None}),
+    Case("model-not-named", "model", {"model.path": "book:recipes/quickstart/model"}),
     Case("model-folder", "model.path", folder("not/there")),
     Case("model-not-causal", "model.path", folder("masked")),
     Case("length-beyond-model", "training.max_length", LONG),
@@ -146,7 +146,6 @@ CASES = [
     Case("train-on-without-roles", "dataset.train_on", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
     # batch
     Case("batch-one-way", SAMPLES, {TOKENS: 65_536}),
-    Case("batch-one-way", SAMPLES, {SAMPLES: None}),
     Case("batch-not-divisible", SAMPLES, {SAMPLES: 530}, PADDED_DDP),
     Case("batch-not-divisible", TOKENS, {TOKENS: 9 * 2048, SAMPLES: None}, DDP),
     Case("batch-too-small", SAMPLES, {SAMPLES: 4}, DDP),

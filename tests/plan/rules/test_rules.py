@@ -37,7 +37,7 @@ def test_all_problems_are_reported_together_and_errors_first(sound, changed):
     config = changed(sound, {
         "training.deterministic": True,
         "training.resume": "nvr",
-        "training.global_samples": None,
+        "training.global_tokens": 65536,
     })  # fmt: skip
     problems = check(config)
     assert [(problem.id, problem.is_error) for problem in problems] == [

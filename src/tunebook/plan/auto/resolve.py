@@ -17,6 +17,7 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import read_dtype
+from tunebook.model.positions import positions_of
 from tunebook.plan.architecture import read_facts
 from tunebook.plan.auto.decisions import Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
@@ -30,6 +31,8 @@ from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.settings import require_ranges
 from tunebook.train.requirements import hardware_problem
+
+GLOBAL_SAMPLES = 64  # documents of an optimizer step, if nobody names a size
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
@@ -54,11 +57,12 @@ class Resolution:
         return f"{self.problem.message}; try {self.problem.fix}" if self.problem is not None else ""
 
 
-def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
+def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool = False) -> Resolution:
     """Resolve everything that `config` leaves open. `config` itself is not changed.
 
     Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver computes, and
-    values that depend on the data (`dataset.format`, `dataset.train_on`). Raises: RequestError if the model's
+    values that depend on the data (`dataset.format`, `dataset.train_on`). With `is_default_length` nobody chose
+    `training.max_length`, and a model of fewer positions takes all of them. Raises: RequestError if the model's
     config.json cannot be read, or for a number outside its range.
     """
     require_ranges(config)
@@ -67,6 +71,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decide_hardware(decisions, machine)
     resolved.model.facts = read_facts(resolved.model)
     _note_unreached(decisions)
+    _decide_size(decisions, is_default_length=is_default_length)
     problem = hardware_problem(resolved, machine)
     is_planned = problem is not None or starts_elsewhere(resolved)
     _decide_precision(decisions)
@@ -84,6 +89,17 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         problem=problem,
         host_memory_gib=resolved.hardware.host_memory_gib or here,
     )
+
+
+def _decide_size(decisions: Decisions, *, is_default_length: bool) -> None:
+    """Decide the size of a step and the longest document where nobody chose them."""
+    training, positions = decisions.config.training, positions_of(decisions.config.model)
+    if training.global_samples is None and training.global_tokens is None:
+        decisions.decide("training.global_samples", lambda: (GLOBAL_SAMPLES, "documents a step, the default"))
+    if is_default_length and positions is not None and positions < training.max_length:
+        training.max_length = positions
+        choice = Choice(key="training.max_length", value=positions, why="the model has no more positions")
+        decisions.choices.append(choice)
 
 
 def _note_unreached(decisions: Decisions) -> None:

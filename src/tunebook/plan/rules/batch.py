@@ -10,14 +10,12 @@ from tunebook.errors import counted
 from tunebook.plan.rules.frame import Finding, rule
 
 
-@rule("batch-one-way", "training.global_samples", "training.global_samples=64 training.global_tokens=null")
+@rule("batch-one-way", "training.global_samples", "training.global_tokens=null, or training.global_samples=null")
 def batch_one_way(config: RunConfig) -> Iterator[str]:
-    """Require exactly one of `global_samples` and `global_tokens`: a step counts documents or tokens."""
+    """Refuse `global_samples` together with `global_tokens`: a step counts documents or tokens."""
     samples, tokens = config.training.global_samples, config.training.global_tokens
     if samples is not None and tokens is not None:
         yield f"global_samples={samples} and global_tokens={tokens} both set the size of a step"
-    if samples is None and tokens is None:
-        yield "the size of an optimizer step is not set"
 
 
 def _is_padded(config: RunConfig) -> bool:

@@ -13,7 +13,7 @@ from tunebook.model.tokenizer_files import read_chat_template
 from tunebook.plan.rules.frame import Finding, rule
 
 
-@rule("model-not-named", "model.name", "model.name=ORG/NAME, model.path=FOLDER, or a recipe as the first word")
+@rule("model-not-named", "model", "model=ORG/NAME, model=FOLDER, or a recipe")
 def model_not_named(config: RunConfig) -> Iterator[str]:
     """Require exactly one of `model.name` and `model.path`: with both it is unclear which weights to train."""
     name, path = config.model.name, config.model.path
@@ -23,7 +23,7 @@ def model_not_named(config: RunConfig) -> Iterator[str]:
         yield "no model is named"
 
 
-@rule("model-folder", "model.path", "model.path=FOLDER")
+@rule("model-folder", "model.path", "model=FOLDER")
 def model_folder(config: RunConfig) -> Iterator[str]:
     """Refuse a missing folder, or one without config.json; other machines may have what is missing here."""
     is_elsewhere = starts_elsewhere(config) and config.model.facts is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tunebook.config.book import recipe_name
 from tunebook.config.choices import Generation
 from tunebook.record.metrics import median_after_warm_up
 from tunebook.record.page.numbers import MINUS, NO_VALUE, TIMES, Unit, format_duration, format_value
@@ -132,16 +133,16 @@ def describe_duration(summary: Summary) -> str:
     return text
 
 
-def recipe_of(record: RunRecord) -> str | None:
-    """A run's recipe; without a manifest the name of the parent folder. None for a run without a recipe."""
-    return record.manifest["recipe"] if record.manifest else record.folder.parent.name
+def recipe_of(record: RunRecord) -> str:
+    """A run's recipe; without one, or a manifest, the name of the parent folder, which is that of the data."""
+    return recipe_name(record.manifest.get("recipe") or record.folder.parent.name)
 
 
 def title_of(record: RunRecord) -> str:
     """The title or recipe of a run; without one the last parts of its model's and data's paths."""
-    if title := record.config.get("title") or recipe_of(record):
-        return str(title)
     manifest = record.manifest
+    if title := record.config.get("title") or (recipe_of(record) if not manifest or manifest["recipe"] else ""):
+        return str(title)
     names = [manifest["model"]["name"], *(one["location"] for one in (manifest["dataset"] or {}).get("records", []))]
     model, *data = (Path(name).name if name.startswith(("/", "~", "book:")) else name for name in names)
     return f"{model} on {', '.join(data)}" if data else str(model)
