@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -71,6 +72,8 @@ def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
     metrics = latest(tmp_path) / "metrics.jsonl"
     running.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     if how == "Ctrl-C":
+        running.interrupt()  # pressed twice, which is one request
+        time.sleep(0.05)
         running.interrupt()
     else:
         running.process.terminate()  # to the launcher alone

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -379,6 +380,7 @@ def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     _interrupt_on_request()
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not kill Python's own end
     stop_when_input_ends()
     gc.set_threshold(20_000)  # imports make many objects and no garbage: those of torch take a quarter less time so
     try:
