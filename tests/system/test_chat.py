@@ -121,7 +121,7 @@ def evaluated(quickstart) -> list[dict[str, str]]:
 
 def test_one_answer_for_a_prompt_and_nothing_else(quickstart, evaluated, run):
     for one in evaluated[:2]:
-        ended = run(["tunebook", "chat", str(quickstart.folder), "--prompt", one["question"]])
+        ended = run(["tunebook", "chat", str(quickstart.folder), one["question"]])
         assert (ended.exit_code, ended.output) == (0, one["answer"].strip() + "\n")  # both streams
 
 
@@ -167,6 +167,6 @@ def test_another_template_is_refused(quickstart, run, tmp_path):
     copy = shutil.copytree(quickstart.folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     with (copy / "model" / "chat_template.jinja").open("a") as file:
         file.write("!")
-    ended = run(["tunebook", "chat", str(copy), "--prompt", "Reverse the order: rain key chair"])
+    ended = run(["tunebook", "chat", str(copy), "Reverse the order: rain key chair"])
     assert ended.exit_code == 4
     assert "the chat template is not the one that" in ended.output
