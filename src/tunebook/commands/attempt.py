@@ -141,7 +141,8 @@ class Attempt:
         if (note := note_for_other_nodes(config)) is not None:
             print_text(note, self.console)
         command = ranks_command(config, folder, endpoint_of(config))
-        show_command(command, self.console)
+        if is_elsewhere:  # the others are in the plan
+            show_command(command, self.console)
         try:
             return run_and_wait(
                 command,
