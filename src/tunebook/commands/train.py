@@ -23,6 +23,7 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import summary_lines
+from tunebook.errors import counted
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
 from tunebook.launch.local import join_run
@@ -87,7 +88,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     config, clock = job.config, clock or StartClock()
     num_choices = sum(choice.why != AS_ASKED for choice in job.resolved.choices)
     if num_choices:
-        print_text(f"auto chose {num_choices} settings, which tunebook plan and the report show", console)
+        print_text(f"auto chose {counted(num_choices, 'setting')}: tunebook plan and the report show them", console)
     show_warnings(job.problems, console)
     require_runnable(job)
     if folder is not None:
