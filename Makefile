@@ -35,22 +35,24 @@ help:  ## This list
 train:  ## Train RECIPE, evaluate it and write its report; ARGS=--dry-run only shows what would run
 plan:  ## What RECIPE would take: batch, memory per GPU, time; ARGS=--json for programs
 data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
-chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
-export:  ## Write RECIPE's newest run as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
 doctor:  ## Check driver, image, torch, NCCL, links, shared memory and disks, and RECIPE on them; ARGS=--json for programs
-train plan data chat sweep export doctor:
+train plan data sweep doctor:
 	$(FRONT) run $@ $(RECIPE) $(value ARGS)
 
 # ARGS may name what RECIPE names, so RECIPE is passed only if it is typed, or if nothing is.
 fetch:  ## Download what RECIPE needs, to work without a network later; only a suite's data: ARGS=suite=leaderboard
-report:  ## Write the report of RECIPE's newest run again, or of others: ARGS="RUN RUN"
-verify:  ## Compare RECIPE's newest run with the recipe's evidence, or another: ARGS=RUN
-fetch report verify:
 	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(value ARGS),,$(RECIPE))) $(value ARGS)
 
+chat:  ## Talk to the newest finished run, or RECIPE's; ARGS="'Hello'" for one answer
+export:  ## Write the newest run, or RECIPE's, as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
+report:  ## Write the report of the newest run again, or RECIPE's, or of others: ARGS="RUN RUN"
+verify:  ## Compare the newest run, or RECIPE's, with the recipe's evidence, or another: ARGS=RUN
+chat export report verify:
+	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE)) $(value ARGS)
+
 eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another: ARGS="run=outputs/quickstart/<time>"
-	$(FRONT) run eval $(if $(filter-out file,$(origin RECIPE)),run=$(RECIPE)) $(value ARGS)
+	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),run=$(RECIPE)) $(value ARGS)
 
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)

@@ -90,7 +90,7 @@ CASES = {
     **seeds("smollm2_135m_tools", 42, 42, 1, 2),
     **seeds("smollm2_135m_boolq", 42, 42, 1, 2),
     **seeds("smollm2_135m_lora", 42, 42, 1, 2),
-    "chat": Case(make("chat", "smollm2_135m_tools", ["--prompt", "What is the capital of France?"])),
+    "chat": Case(make("chat", "smollm2_135m_tools", ["What is the capital of France?"])),
     "compose-eval": Case([*_COMPOSE, "eval", "run=smollm2_135m_boolq", "tasks=inputs/boolq/boolq.yaml"]),
     "verify": Case(make("verify", "smollm2_135m_boolq")),
     "sweep": Case(

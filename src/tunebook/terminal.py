@@ -69,8 +69,8 @@ def outlive_readers() -> None:
         with suppress(AttributeError, OSError):  # none, as in a daemon, or not a file
             stream.flush()
             raw = _Outliving(stream.fileno(), "wb", closefd=False)
-            same = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **same))
+            same = {"encoding": stream.encoding, "errors": stream.errors}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True, **same))
 
 
 class _Outliving(io.FileIO):

@@ -76,6 +76,47 @@ def test_a_wrong_option_or_command_says_what_to_type(run, words, said):
     assert said in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("latest", None, False)),
+        (["What is 2=2?"], ("latest", "What is 2=2?", False)),
+        (["Say", "far"], ("latest", "Say far", False)),
+        (["quickstart", "far?"], ("quickstart", "far?", False)),
+        (["mine"], ("mine", None, False)),
+        (["mini"], ("latest", "mini", False)),
+        (["org/model", ""], ("org/model", "", False)),
+        (["model=gpt2", "mine"], ("gpt2", "mine", True)),
+        (["latest"], ("latest", None, False)),
+    ],
+)
+def test_a_word_of_a_chat_is_the_model_if_it_names_one_and_else_the_question(
+    run, monkeypatch, tmp_path, words, expected
+):
+    (tmp_path / "mine" / "2026-01-01T00-00-00Z").mkdir(parents=True)
+    (tmp_path / "mine" / "2026-01-01T00-00-00Z" / "run.yaml").touch()
+    asked = []
+    monkeypatch.setattr("tunebook.evaluate.chat.chat_command", lambda target, _, **rest: asked.append((target, rest)))
+    assert run("chat", "--outputs", str(tmp_path), *words)[0] == 0
+    ((target, rest),) = asked
+    assert (target, rest["question"], rest["is_model"]) == expected
+    assert run("chat", "mdel=gpt2")[0] == 2
+
+
+def test_export_report_and_verify_take_the_newest_run(run, monkeypatch, tmp_path):
+    folder = tmp_path / "mine" / "2026-01-01T00-00-00Z"
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").touch()
+    taken = []
+    monkeypatch.setattr("tunebook.record.report.write_report", lambda folders, _: taken.append(folders))
+    monkeypatch.setattr("tunebook.commands.verify.verify_command", lambda runs, *_, **__: taken.append(runs) or 0)
+    monkeypatch.setattr("tunebook.checkpoint.export.run.export_run", lambda run, *_, **__: taken.append([run]))
+    for command in ("report", "verify", "export"):
+        code, _, said = run(command, "--outputs", str(tmp_path))
+        assert (code, said) == (0, f"the newest run: {folder}\n")
+    assert taken == [[folder], [str(folder)], [str(folder)]]
+
+
 def test_a_full_disk_does_not_fit(ended_with):
     code, said = ended_with(OSError(errno.ENOSPC, "No space left on device"))
     assert code == 3

@@ -12,7 +12,7 @@ from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, HardwareConfig, RayConfig
 from tunebook.errors import DataError, StoppedError, TunebookError
-from tunebook.launch.supervise import ProcessEnd
+from tunebook.launch.supervise import ProcessEnd, StopRequests
 from tunebook.record.run_folder import FINISHED, RUN_FILE
 
 
@@ -24,7 +24,7 @@ def make(tmp_path, monkeypatch):
         (tmp_path / RUN_FILE).touch()
         monkeypatch.setattr(Attempt, "_start_ranks", lambda self: end)
         config = plain_config(launcher=RayConfig(name=LauncherName.ray, stop_timeout_s=20))
-        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True))
+        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True), requests=StopRequests())
 
     return begin
 
@@ -61,7 +61,7 @@ def checked(tmp_path, monkeypatch):
     ran = []
 
     def begin(contamination, exact=0, code=0, stopped_by=None, is_there=True):
-        def work(folder, when):
+        def work(folder, when, requests):
             ran.append(when)
             if when == "contamination" and is_there:
                 group = {"num_items": 10, "num_exact": exact, "num_overlapping": 0, "num_shared_passage": 0}
@@ -79,7 +79,7 @@ def checked(tmp_path, monkeypatch):
             evaluation=EvaluationConfig(tasks=[], contamination=contamination),
             hardware=HardwareConfig(generation=Generation.cpu, gpus_per_node=1),
         )
-        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True))
+        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True), requests=StopRequests())
 
     return begin, ran
 

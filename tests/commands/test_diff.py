@@ -32,7 +32,8 @@ def test_equal_runs_differ_in_nothing(make_run: MakeRun, capsys: pytest.CaptureF
     for run, seconds in zip(runs, (1.0, 2.0), strict=True):  # differ between any two runs
         size = {"training_args.bin": {"size": 6000 + int(seconds), "sha256": f"{seconds}" * 8}}
         start_up = {"launched": f"{seconds}", "launcher": {"plan": seconds}, "rank": {}, "first_step_s": seconds}
-        edit_json(run / "manifest.json", start_up=start_up, model_files=size)
+        histogram = {"counts": {"train": {"lengths": {"edges": [0, int(seconds)]}}}}
+        edit_json(run / "manifest.json", start_up=start_up, model_files=size, dataset=histogram)
     printed = diff_json(capsys, *runs)
     assert (printed["config"], printed["manifest"]) == ([], [])
     assert {row["difference"] for row in printed["results"]} == {0.0}

@@ -11,6 +11,7 @@ import pytest
 from tunebook.commands.slurm_turn import carry_out_turn
 from tunebook.config.frozen import config_to_yaml
 from tunebook.launch import slurm as client
+from tunebook.launch.supervise import StopRequests
 from tunebook.record.manifest import read_manifest, start_manifest
 
 from ..conftest import config_of
@@ -38,22 +39,29 @@ def slurm_commands(monkeypatch):
     return calls
 
 
+def requested(number):
+    requests = StopRequests()
+    with requests.listening():
+        os.kill(os.getpid(), number)
+    return requests
+
+
 def test_a_request_before_the_first_step_starts_nothing_and_asks_for_another_turn(folder, slurm_commands, monkeypatch):
     monkeypatch.setattr("tunebook.commands.attempt.run_and_wait", None)  # nothing may be started
-    assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
+    assert carry_out_turn(folder, requested(signal.SIGUSR1)) == 6
     status = read_manifest(folder)["status"]
-    assert (status["state"], status["reason"]) == ("stopped", "stopped by SIGUSR1 between two steps")
+    assert status["state"] == "stopped" and status["reason"].startswith("stopped by SIGUSR1 between two phases")
     assert slurm_commands == [("scontrol", "requeue", "7")]
-    assert carry_out_turn(folder, [signal.SIGTERM, signal.SIGUSR1]) == 6  # stopped by the user
+    assert carry_out_turn(folder, requested(signal.SIGTERM)) == 6  # stopped by the user
     assert len(slurm_commands) == 1
 
 
 def test_three_turns_in_a_row_that_saved_nothing_are_the_last(folder, slurm_commands, make_checkpoint, capsys):
     for _ in range(2):
-        carry_out_turn(folder, [signal.SIGUSR1])
+        carry_out_turn(folder, requested(signal.SIGUSR1))
     make_checkpoint(folder, 5)  # saved by the third turn
     for num_requeued in (3, 4, 4):
-        assert carry_out_turn(folder, [signal.SIGUSR1]) == 6
+        assert carry_out_turn(folder, requested(signal.SIGUSR1)) == 6
         assert len(slurm_commands) == num_requeued
     assert "job 7: not requeued: three turns in a row saved nothing" in capsys.readouterr().out
 
@@ -72,5 +80,5 @@ def test_a_signal_while_python_imports_is_not_lost(folder):
     words = [sys.executable, "-c", program, str(folder)]
     environment = os.environ | {"PATH": "/nowhere"}  # no Slurm: it cannot be asked for another turn
     ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert "stopped by SIGUSR1 between two steps" in ended.stdout, ended.stderr
+    assert "stopped by SIGUSR1 between two phases" in ended.stdout, ended.stderr
     assert read_manifest(folder)["status"]["state"] == "stopped"

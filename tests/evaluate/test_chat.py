@@ -283,19 +283,19 @@ def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path:
 
 
 @pytest.mark.parametrize("piped", [None, "two lines\nof réin\n"])
-def test_a_prompt_or_piped_text_gets_one_answer_and_nothing_else_on_stdout(
+def test_a_question_or_piped_text_gets_one_answer_and_nothing_else_on_stdout(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, piped: str | None
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped or ""))
-    prompt = None if piped else "/help"  # a prompt is a question like any other
-    chat_command("quickstart", run.parents[1], prompt=prompt, system=None, sampling=SAMPLING)
+    question = None if piped else "/help"  # no command outside of a conversation
+    chat_command("quickstart", run.parents[1], question=question, is_model=False, system=None, sampling=SAMPLING)
     assert capfd.readouterr() == ("apple bird\n", f"the newest finished run: {run}\n")
 
 
-@pytest.mark.parametrize(("prompt", "target"), [(" ", "quickstart"), ("a", "quickstrat")])
-def test_wrong_requests_are_refused(run: Path, prompt: str, target: str) -> None:
+@pytest.mark.parametrize(("question", "target"), [(" ", "quickstart"), ("a", "quickstrat")])
+def test_wrong_requests_are_refused(run: Path, question: str, target: str) -> None:
     with pytest.raises(RequestError):
-        chat_command(target, run.parents[1], prompt=prompt, system=None, sampling=SAMPLING)
+        chat_command(target, run.parents[1], question=question, is_model=False, system=None, sampling=SAMPLING)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ def evaluated(quickstart) -> list[dict[str, str]]:
 
 def test_one_answer_for_a_prompt_and_nothing_else(quickstart, evaluated, run):
     for one in evaluated[:2]:
-        ended = run(["tunebook", "chat", str(quickstart.folder), "--prompt", one["question"]])
+        ended = run(["tunebook", "chat", str(quickstart.folder), one["question"]])
         assert (ended.exit_code, ended.output) == (0, one["answer"].strip() + "\n")  # both streams
 
 

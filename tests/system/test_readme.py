@@ -32,7 +32,7 @@ INSTEAD = {
     "tunebook train chats.jsonl model=Qwen/Qwen3-0.6B peft=lora": "needs the hub; run by the ten minutes below",
     "docker compose run eval": "run in a container by docker/test_quickstart_in_a_container.py",
     'make eval ARGS="run=qwen05b_single suite=code"': "needs the hub; test_code.py runs the shipped problems",
-    "make chat ARGS=\"--prompt 'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",
+    "make chat ARGS=\"'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",
 }
 # Every other command, by how it begins, and what its output must say.
 EXPECTED = {

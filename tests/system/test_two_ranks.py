@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +24,7 @@ def latest(outputs: Path) -> Path:
 
 def test_two_ranks_take_the_steps_of_one(saved_by, one_rank):
     """Packed; padded and accumulated ones are in test_same_loss.py."""
-    trained = saved_by("ddp")
-    assert "torch.distributed.run" in trained.printed  # the launch command
-    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
+    assert saved_by("ddp").losses == pytest.approx(one_rank.losses, rel=1e-5)
 
 
 FAULT = """
@@ -71,6 +70,8 @@ def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
     metrics = latest(tmp_path) / "metrics.jsonl"
     running.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     if how == "Ctrl-C":
+        running.interrupt()  # pressed twice, which is one request
+        time.sleep(0.05)
         running.interrupt()
     else:
         running.process.terminate()  # to the launcher alone

@@ -6,8 +6,10 @@ raises on purpose is printed without a traceback.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import re
 import signal
 import sys
 from functools import partial
@@ -43,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_SETTING = re.compile(r"(run|model)=|[\w.]+=\S*$")  # among the words of a chat, where others are a question
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
 
 
@@ -260,10 +263,11 @@ def chat(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[run=RUN | model=MODEL]", help="A run, a recipe, a checkpoint, a model folder or a model's name."
+            metavar="[run=RUN | model=MODEL] [QUESTION]",
+            help="A run, a recipe, a checkpoint, a model folder or a model's name; a question to answer once. `run=` "
+            "may be left out before the name of a run or recipe, and before a path.",
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this and stop.")] = None,
     system: Annotated[
         str | None, typer.Option("--system", help="In place of the run's system prompt; '' for none.")
     ] = None,
@@ -276,16 +280,24 @@ def chat(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed for a temperature above 0.")] = 0,
     outputs: Outputs = Path("outputs"),
 ) -> None:
-    """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
+    """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template.
+
+    With a question, or one that is piped in, it prints one answer and ends.
+    """
     from tunebook.evaluate.chat import Sampling, chat_command
+    from tunebook.evaluate.target import names_model
     from tunebook.record.run_folder import LATEST
     from tunebook.train.requirements import refuse_wrong_image
 
-    typed = settings(words, ("run", "model"))
+    typed = settings([word for word in words or [] if _SETTING.match(word)], ("run", "model"))
+    text = [word for word in words or [] if not _SETTING.match(word)]
+    if text and not typed and names_model(text[0], outputs):
+        typed["run"] = text.pop(0)
     target = next(iter(typed.values()), LATEST)
+    question = " ".join(text) if text else None
     refuse_wrong_image()
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    chat_command(target, outputs, prompt=prompt, system=system, sampling=sampling)
+    chat_command(target, outputs, question=question, is_model="model" in typed, system=system, sampling=sampling)
 
 
 @app.command()
@@ -389,6 +401,7 @@ def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     _interrupt_on_request()
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not kill Python's own end
     stop_when_input_ends()
     gc.set_threshold(20_000)  # imports make many objects and no garbage: those of torch take a quarter less time so
     try:

@@ -15,9 +15,22 @@ from tunebook.terminal import outlive_readers, print_text
 records_app = typer.Typer()
 
 
+def _typed_or_newest(runs: list[str] | None, outputs: Path) -> list[str]:
+    """The runs that were typed, or the newest one, which is then printed."""
+    from tunebook.record.run_folder import LATEST, resolve_run
+
+    if runs:
+        return runs
+    newest = resolve_run(LATEST, outputs)
+    print(f"the newest run: {newest}", file=sys.stderr)
+    return [str(newest)]
+
+
 @records_app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Run folders, recipes (their newest run) or `latest`.")],
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="Run folders, or recipes for their newest run; if unset, the newest run.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file to write.")] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -25,7 +38,7 @@ def report(
     from tunebook.record.report import write_report
     from tunebook.record.run_folder import resolve_run
 
-    folders = [resolve_run(run, outputs) for run in runs]
+    folders = [resolve_run(run, outputs) for run in _typed_or_newest(runs, outputs)]
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file)
     print_text(f"written: {file}", make_console())
@@ -33,7 +46,9 @@ def report(
 
 @records_app.command()
 def verify(
-    runs: Annotated[list[str], typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="A run folder, or a recipe for its newest run; if unset, the newest run.")
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Record evidence from two or more runs of the same recipe.")
     ] = False,
@@ -58,7 +73,7 @@ def verify(
     from tunebook.commands.verify import verify_command
 
     code = verify_command(
-        runs,
+        _typed_or_newest(runs, outputs),
         outputs,
         recipes_dir or [],
         make_console(),
@@ -100,7 +115,9 @@ def diff(
 
 @records_app.command()
 def export(
-    run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
+    run: Annotated[
+        str | None, typer.Argument(help="A run folder, or a recipe for its newest run; if unset, the newest run.")
+    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -123,11 +140,12 @@ def export(
 ) -> None:
     """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
     console = make_console()
+    (typed,) = _typed_or_newest([run] if run else None, outputs)
     with console.status(Text("loading libraries")):
         from tunebook.checkpoint.export.run import export_run
 
     export_run(
-        run,
+        typed,
         outputs,
         lambda line: print_text(line, console),
         checkpoint=checkpoint,

@@ -6,8 +6,6 @@ It runs where `tunebook train` was typed. In a Slurm job it runs on the first no
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from tunebook.launch.local import START_FILE, announce_start, note_for_other_nod
 from tunebook.launch.logs import launcher_log, make_logs, torchrun_log
 from tunebook.launch.outcome import training_outcome
 from tunebook.launch.resume import is_trained
-from tunebook.launch.supervise import ProcessEnd, run_and_wait
+from tunebook.launch.supervise import ProcessEnd, StopRequests, run_and_wait
 from tunebook.record.contamination import (
     CHECK,
     CONTAMINATION_FILE,
@@ -53,14 +51,13 @@ REPORT_FILE = "report.html"
 
 @dataclass(kw_only=True)
 class Attempt:
-    """The inputs of one attempt; afterwards `stopped_by` is the signal that ended it, if any."""
+    """The inputs of one attempt. The caller listens for `requests`, until the end is recorded."""
 
     config: RunConfig
     folder: Path
     lock: int  # descriptor that locks the folder; the ranks keep it open
     console: Console
-    stopped_by: str | None = None
-    stop_requests: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
+    requests: StopRequests
     clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
 
     def carry_out(self) -> int:
@@ -97,9 +94,9 @@ class Attempt:
 
     def _refuse_if_stopped(self) -> None:
         """Start nothing new after a stop request. Raises: StoppedError."""
-        if self.stop_requests:
-            self.stopped_by = self.stop_requests[0].name
-            raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
+        if self.requests.first is not None:
+            message = f"stopped by {self.requests.first} between two phases; {same_command(self.config)} continues"
+            raise StoppedError(message, problem_id="stopped")
 
     def _check_contamination(self) -> None:
         """Look for evaluation items in the training documents. Raises: DataError."""
@@ -124,22 +121,13 @@ class Attempt:
         if is_contained(self.config):
             command = evaluation_command(self.config, self.folder, when)
             show_command(command, self.console)
-            end = run_and_wait(command, os.environ, [self.lock])
-        else:
-            end = run_worker(self.folder, when)
-        self.stopped_by = self.stopped_by or end.stopped_by
-        return end
+            return run_and_wait(command, os.environ, [self.lock], requests=self.requests)
+        return run_worker(self.folder, when, self.requests)
 
     def _train(self) -> Outcome:
         """Launch the ranks and wait for them."""
         self._refuse_if_stopped()
-        end = self._start_ranks()
-        self.stopped_by = end.stopped_by
-        outcome = training_outcome(self.config, self.folder, end, self.console)
-        if end.stopped_by is not None and outcome.exit_code == 0 and self.config.evaluation.tasks:
-            message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
-            raise StoppedError(f"{message}; {same_command(self.config)} resumes it", problem_id="stopped")
-        return outcome
+        return training_outcome(self.config, self.folder, self._start_ranks(), self.console)
 
     def _start_ranks(self) -> ProcessEnd:
         config, folder = self.config, self.folder
@@ -153,7 +141,8 @@ class Attempt:
         if (note := note_for_other_nodes(config)) is not None:
             print_text(note, self.console)
         command = ranks_command(config, folder, endpoint_of(config))
-        show_command(command, self.console)
+        if is_elsewhere:  # the others are in the plan
+            show_command(command, self.console)
         try:
             return run_and_wait(
                 command,
@@ -163,15 +152,14 @@ class Attempt:
                 stop_timeout_s=config.launcher.stop_timeout_s,
                 stop_file=folder / STOP_FILE,
                 end_timeout_s=config.launcher.timeout_s,
+                requests=self.requests,
             )
         finally:
             (folder / START_FILE).unlink(missing_ok=True)
 
     def _outcome_of(self, error: BaseException) -> Outcome:
-        """Return the outcome of a run whose launcher failed or was interrupted; keep the ranks' progress."""
-        if isinstance(error, KeyboardInterrupt):
-            code, reason = StoppedError.exit_code, "interrupted"
-        elif isinstance(error, TunebookError):
+        """Return the outcome of a run whose launcher failed; keep the ranks' progress."""
+        if isinstance(error, TunebookError):
             code, reason = error.exit_code, error.message
         else:
             code, reason = 1, f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ _UNIQUE_KEYS = tuple(f"{key}." for key in (
     "status.started", "status.ended", "status.seconds", "command", "config_sha256", "start_up", "files_sha256",
     "model_files.training_args.bin",  # which names the run folder
 ))  # fmt: skip
+_HISTOGRAM = ".lengths."  # in the counts of a data set: long lists
 
 
 def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
@@ -32,7 +33,11 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     )
     settings = {
         "config": configs,
-        "manifest": [difference for difference in manifests if not f"{difference[0]}.".startswith(_UNIQUE_KEYS)],
+        "manifest": [
+            difference
+            for difference in manifests
+            if not f"{difference[0]}.".startswith(_UNIQUE_KEYS) and _HISTOGRAM not in difference[0]
+        ],
     }
     losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]
     is_measured = all(any(loss is not None for loss in curve) for curve in losses)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from tunebook.errors import StoppedError, TunebookError
 from tunebook.launch.local import load_shared_config
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm import requeue
+from tunebook.launch.supervise import StopRequests
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import clear_outcomes, working_in
@@ -26,21 +25,21 @@ _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a mom
 _BY_SLURM = "SIGUSR1"  # the signal that the job script requests from Slurm before it takes the job away
 
 
-def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -> int:
-    """Run one turn of the job; return the run's exit code. No step has handled `stop_requests` yet."""
+def carry_out_turn(folder: Path, requests: StopRequests) -> int:
+    """Run one turn of the job; return the run's exit code. The caller listens for `requests`."""
     console = Console(width=160)
     try:
         config = load_shared_config(folder)
         assert isinstance(config.launcher, SlurmConfig)
         with working_in(folder, _LOCK_WITHIN_S) as lock:
             _begin(folder, is_done=is_trained(folder, config))
-            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, stop_requests=stop_requests)
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, requests=requests)
             try:
                 code = attempt.carry_out()
             except TunebookError as error:
                 print_text(f"error: {error.message}", console)
                 code = error.exit_code
-        if code == StoppedError.exit_code and attempt.stopped_by == _BY_SLURM and config.launcher.requeue:
+        if code == StoppedError.exit_code and requests.first == _BY_SLURM and config.launcher.requeue:
             _requeue(folder, console, is_done=is_trained(folder, config))
     except TunebookError as error:
         print_text(f"error: {error.message}", console)

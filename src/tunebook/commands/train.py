@@ -23,12 +23,15 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import summary_lines
+from tunebook.errors import counted
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
 from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
+from tunebook.launch.supervise import StopRequests
 from tunebook.model.weight_files import weights_fingerprint
+from tunebook.plan.auto.decisions import AS_ASKED
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_choices, show_warnings
@@ -83,7 +86,10 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     `clock` holds earlier phases, if the caller timed them.
     """
     config, clock = job.config, clock or StartClock()
-    show_decisions(job, console)
+    num_choices = sum(choice.why != AS_ASKED for choice in job.resolved.choices)
+    if num_choices:
+        print_text(f"auto chose {counted(num_choices, 'setting')}: tunebook plan and the report show them", console)
+    show_warnings(job.problems, console)
     require_runnable(job)
     if folder is not None:
         folder = folder.expanduser().absolute()
@@ -109,16 +115,21 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         refuse_if_queued(resumed)
         folder = make_run_folder(resumed)
     with working_in(folder) as lock:
-        set_up_folder(job, plan, prepared, folder)
         note = f", resuming from {checkpoint}" if checkpoint is not None else ""
         if is_done:
             note = ", already trained: resuming with its evaluation"
         print_text(f"run folder: {folder}{note}", console)
-        clock.passed("run_folder")
-        if not isinstance(config.launcher, SlurmConfig):
-            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, clock=clock)
-            return attempt.carry_out()
-        job_id = submit(config, folder, console)
+        if isinstance(config.launcher, SlurmConfig):
+            set_up_folder(job, plan, prepared, folder)
+            job_id = submit(config, folder, console)
+        else:
+            with StopRequests().listening() as requests:  # from before the manifest says `running`
+                set_up_folder(job, plan, prepared, folder)
+                clock.passed("run_folder")
+                attempt = Attempt(
+                    config=config, folder=folder, lock=lock, console=console, requests=requests, clock=clock
+                )
+                return attempt.carry_out()
     # The job holds the folder from here on.
     return follow(job_id, folder, console) if config.launcher.wait else 0
 

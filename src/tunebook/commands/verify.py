@@ -63,7 +63,7 @@ def verify_command(
     """
     if record != (label is not None) or (record and against is not None) or (not record and len(runs) != 1):
         raise RequestError(
-            "type tunebook verify RUN [--against FILE] to compare one run, or tunebook verify RUN RUN --record "
+            "type tunebook verify [RUN] [--against FILE] to compare one run, or tunebook verify RUN RUN --record "
             "--label NAME to record evidence of several",
             problem_id="evidence-label",
         )

@@ -1,6 +1,6 @@
 """`tunebook chat`: talk to a run or a model in the terminal, with its own tokenizer, template and system prompt.
 
-With `--prompt` or piped input, exactly one answer goes to stdout and everything else to stderr. torch is imported only
+With a question or piped input, exactly one answer goes to stdout and everything else to stderr. torch is imported only
 after the request was checked.
 """
 
@@ -188,15 +188,18 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
     )
 
 
-def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str | None, sampling: Sampling) -> None:
-    """Chat with a run, a checkpoint, a model folder or a model on the hub.
+def chat_command(
+    target: str, outputs: Path, *, question: str | None, is_model: bool, system: str | None, sampling: Sampling
+) -> None:
+    """Chat with a run, a checkpoint, a model folder or a model on the hub, or answer one question.
 
     Raises: RequestError, DataError if the template differs from training, DoesNotFitError.
     """
-    question = sys.stdin.read().rstrip("\r\n") if prompt is None and not sys.stdin.isatty() else prompt
+    if question is None and not sys.stdin.isatty():
+        question = sys.stdin.read().rstrip("\r\n")
     if question is not None and not question.strip():
         raise RequestError("there is nothing to answer: the text is empty; write a question", problem_id="chat-no-text")
-    model = find_target(target, outputs)
+    model = find_target(target, outputs, is_model=is_model)
     with quiet_libraries():
         with Console(stderr=True).status(Text(f"loading {model.name}")):
             chat, description = load_chat(model, sampling, system)

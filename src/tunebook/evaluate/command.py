@@ -23,7 +23,7 @@ from tunebook.evaluate.results import BEFORE
 from tunebook.evaluate.target import bare_config, find_target, results_folder
 from tunebook.evaluate.task_files import suite_settings
 from tunebook.files import atomic_write_text, read_json
-from tunebook.launch.supervise import ProcessEnd, run_and_wait
+from tunebook.launch.supervise import ProcessEnd, StopRequests, run_and_wait
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import score_lines
@@ -149,9 +149,10 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
     return TunebookError(message, problem_id="evaluation-failed", exit_code=max(1, end.exit_code))
 
 
-def run_worker(run: Path, when: str) -> ProcessEnd:
+def run_worker(run: Path, when: str, requests: StopRequests) -> ProcessEnd:
     """Evaluate a run's configuration in a separate process and wait for it."""
-    return run_and_wait(worker_command(run, when), evaluation_environment(load_config(run / RUN_FILE), os.environ))
+    environment = evaluation_environment(load_config(run / RUN_FILE), os.environ)
+    return run_and_wait(worker_command(run, when), environment, requests=requests)
 
 
 def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[str]:

@@ -147,7 +147,7 @@ def _run_tasks(
     """Run all tasks."""
     results = _Results()
     for number, task in enumerate(loaded, 1):
-        name, started = task.source.name, time.monotonic()
+        name = task.source.name
         evaluation.report(f"{name} (task {number} of {len(loaded)})")
         try:
             task_results = run_task(model, task, settings)
@@ -162,7 +162,6 @@ def _run_tasks(
         for key, value in task_results.items():
             results.merged.setdefault(key, {}).update(value)
         results.finished.append(task)
-        evaluation.report(f"{name}: {time.monotonic() - started:.0f} s")
     if model.reused:
         evaluation.report(
             f"kept answers were used for {', '.join(model.reused)}; without {model.folder} they are computed again"

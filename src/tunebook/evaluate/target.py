@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
-from tunebook.config.book import resolve_path
+from tunebook.config.book import find_recipes, resolve_path
 from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
@@ -57,6 +57,14 @@ class Target:
     def name(self) -> str:
         """Name in messages."""
         return self.hub_name or str(self.folder)
+
+
+def names_model(word: str, outputs: Path) -> bool:
+    """Whether a word of a chat is the name of a run or recipe, or a path or hub name, which have a slash."""
+    if not re.fullmatch(r"\S+", word):
+        return False
+    is_run_name = word == LATEST or word in find_recipes([]) or bool(find_runs(outputs, word))
+    return is_run_name or "/" in word or Path(word).is_dir()
 
 
 def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -49,10 +49,10 @@ class StopRequests:
         return self.num > 1
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Iterator[StopRequests]:
         """Handle this process's signals (main thread only), and restore the handlers afterwards."""
         with handling_signals([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], self._note):
-            yield
+            yield self
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -82,15 +82,18 @@ def run_and_wait(
     stop_timeout_s: float = 60,
     stop_file: Path | None = None,
     end_timeout_s: float = float("inf"),
+    requests: StopRequests | None = None,
 ) -> ProcessEnd:
     """Run a command until it ends. `log`, for its standard error, and the others are those of `start`.
 
-    The first stop request is written to `stop_file`; without one, the command gets SIGTERM. Processes that the command
-    leaves behind get `stop_timeout_s` to save and end, and are then killed. torchrun is killed if it stays for
-    `end_timeout_s` after its ranks have ended: it waits for a lost first node without a limit of its own.
+    The first stop request is written to `stop_file`; without one, the command gets SIGTERM. `requests` are those of a
+    caller that listens for longer. Processes that the command leaves behind get `stop_timeout_s` to save and end, and
+    are then killed. torchrun is killed if it stays for `end_timeout_s` after its ranks have ended: it waits for a lost
+    first node without a limit of its own.
     """
-    requests = StopRequests()
-    with requests.listening(), adopting_orphans():
+    with ExitStack() as stack:
+        requests = requests or stack.enter_context(StopRequests().listening())
+        stack.enter_context(adopting_orphans())
         before = children_of(os.getpid())
         limit_s = end_timeout_s if "torch.distributed.run" in command else float("inf")
         with start(command, environment, keep_open, errors=log, output=output) as process:
@@ -111,9 +114,10 @@ def _wait_for(
             is_asked = True
             if stop_file is not None:
                 stop_file.write_text(requests.first)
-                print("stopping after this step, then saving; Ctrl-C again ends it unsaved", file=sys.stderr)
+                print("stopping after this step, then saving; Ctrl-C again to quit unsaved", file=sys.stderr)
             else:
                 process.terminate()
+                print("stopping; Ctrl-C again to quit at once", file=sys.stderr)
         now = time.monotonic()
         if end_timeout_s < float("inf") and now > look_at:
             look_at = now + _LOOK_EVERY_S

@@ -112,17 +112,17 @@ def _gib(value: float) -> str:
 
 @contextmanager
 def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], None]]:
-    """A progress callback `(done, total, what)` for preparing data; plain lines without a terminal."""
+    """A progress callback `(done, total, what)` for preparing data; one line of the first part without a terminal."""
     label_column = TextColumn("preparing: {task.description}", markup=False)
     columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
         def update(done: int, total: int | None, label: str) -> None:
+            if not tasks and not console.is_terminal:
+                console.print(Text(f"preparing: {label}"))
             if label not in tasks:
                 tasks[label] = bar.add_task(label, total=total)
-                if not console.is_terminal:
-                    console.print(Text(f"preparing: {label}"))
             bar.update(tasks[label], completed=done, total=total)
 
         yield update

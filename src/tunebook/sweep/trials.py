@@ -92,6 +92,7 @@ def run_trials(
         time.sleep(_POLL_S)
         if stop.first is not None and not are_asked:
             are_asked = True
+            say("stopping: running trials save and end; Ctrl-C again to quit unsaved")
             for one in running:
                 one.process.terminate()
         for one in [*running]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import time
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from tunebook.config.schema import TrackingConfig
 from tunebook.record.manifest import WANDB_RUN_ID, add_to_manifest, manifest_or_empty
 
 _LOGGERS = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed")
-_LINE_EVERY_S = 10.0  # at most one line in this time, plus the first and the last step
+# At most one line in this time, plus the first and the last step
+_LINE_EVERY_S = 10.0
+_LINE_EVERY_S_WITHOUT_TERMINAL = 30.0
 
 
 class Progress:
     """Lines on the terminal: step, loss, tokens per second over all GPUs, time left."""
 
     def __init__(self) -> None:
+        self._line_every_s = _LINE_EVERY_S if sys.stdout.isatty() else _LINE_EVERY_S_WITHOUT_TERMINAL
         self._last_line = 0.0
         self._started = time.perf_counter()
         self._first_step = 0
@@ -35,7 +39,7 @@ class Progress:
     def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show a logged step."""
         now = time.perf_counter()
-        if step in (self._first_step + 1, self._total) or now - self._last_line >= _LINE_EVERY_S:
+        if step in (self._first_step + 1, self._total) or now - self._last_line >= self._line_every_s:
             self._last_line = now
             left = (now - self._started) / max(1, step - self._first_step) * (self._total - step)
             speed = f"{tokens_per_second:,.0f} tokens/s"
