@@ -24,10 +24,10 @@ from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import summary_lines
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
+from tunebook.launch.commands import is_later_node
 from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
-from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
+from tunebook.launch.slurm import follow, refuse_if_queued, submit
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
@@ -64,17 +64,6 @@ def show_decisions(job: Draft, console: Console) -> None:
     """Print the choices that `auto` made, and the warnings."""
     show_choices(job.resolved.choices, console)
     show_warnings(job.problems, console)
-
-
-def show_job(job: Draft, console: Console, folder: Path) -> None:
-    """Print the batch arithmetic and the launch command; for a Slurm job also its commands."""
-    assert job.batch is not None
-    print_lines(batch_lines(job.batch), console)
-    show_command(launch_command(job.config, folder), console)
-    if isinstance(job.config.launcher, SlurmConfig):
-        print_text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip(), console)
-        if uses_srun(job.config):
-            show_command(ranks_command(job.config, folder), console, "in the job")
 
 
 def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
