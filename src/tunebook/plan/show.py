@@ -95,7 +95,7 @@ def memory_text(plan: MemoryPlan) -> str:
         trained = "" if speed is None else f"; the second step trained {speed:,.0f} tokens/s on each rank"
         return f"{_amount(plan)} on each rank, measured on {plan.measured.date}{trained}"
     if plan.total is None:
-        return plan.verdict
+        return "not known"
     parts = " + ".join(f"{name} {gib(value)}" for name, value in plan.parts.items() if value)
     return f"{_amount(plan)} on each rank: {parts} + margin {gib(plan.margin)}"
 
@@ -103,7 +103,7 @@ def memory_text(plan: MemoryPlan) -> str:
 def host_memory_text(plan: MemoryPlan) -> str:
     """The host memory of one node at its peak, and what is written to its NVMe disk."""
     if plan.total is None:
-        return plan.verdict
+        return "not known"
     parts = ", ".join(f"{name} {gib(value)}" for name, value in plan.parts.items() if value)
     nvme = f"; {gib(plan.nvme_gib)} GiB on its NVMe disk" if plan.nvme_gib else ""
     return f"{_amount(plan)} on each node at the peak: {parts}, margin {gib(plan.margin)}{nvme}"

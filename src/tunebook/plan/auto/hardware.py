@@ -45,7 +45,7 @@ def _generation(config: RunConfig, gpus: list[Gpu]) -> tuple[Generation, str]:
     )
     if hardware.reference.generation is Generation.auto:
         return Generation.cpu, f"{where}"
-    return hardware.reference.generation, f"{where}; this is the recipe's machine (hardware.reference)"
+    return hardware.reference.generation, f"{where}; the recipe's machine (hardware.reference)"
 
 
 def _gpus_per_node(config: RunConfig, gpus: list[Gpu]) -> tuple[int, str]:

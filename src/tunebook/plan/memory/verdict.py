@@ -118,7 +118,7 @@ def _names(parts: type[Estimate | HostBytes]) -> list[str]:
 
 
 def _unknown(names: list[str], capacity: float | None) -> MemoryPlan:
-    verdict = "not known: reading the model's layers needs torch and transformers, and its config.json"
+    verdict = "not known: the model is not on this machine (tunebook fetch downloads it), or torch is not installed"
     return MemoryPlan(parts=dict.fromkeys(names), capacity=capacity, fits=None, verdict=verdict)
 
 
