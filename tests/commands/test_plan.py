@@ -151,7 +151,7 @@ def test_a_plan_whose_host_is_too_small_ends_with_3(as_json: Any) -> None:
     assert [problem["id"] for problem in plan["problems"] if problem["is_error"]] == ["host-memory-too-small"]
     console = Console(file=io.StringIO())
     assert plan_command("llama2_70b_fsdp_1node", [*words], [], console) == 3
-    assert console.file.getvalue().startswith("does not fit: 1,415.4 of 931 GiB of host memory\n")
+    assert console.file.getvalue().startswith("does not fit: 1,415.3 of 931 GiB of host memory\n")
 
 
 def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path: Path, as_json: Any) -> None:

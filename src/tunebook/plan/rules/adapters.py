@@ -94,7 +94,7 @@ def adapter_on_parameters(config: RunConfig) -> Iterator[str]:
         "model.compile_layers": bool(config.model.compile_layers),
     }
     if found := [name for name, is_set in conflicts.items() if is_set]:
-        yield f"adapters on parameters do not work with {', '.join(found)}"
+        yield f"adapters on parameters do not go with {', '.join(found)}"
 
 
 @rule("qlora-random-weights", "peft.method", "model.weights=pretrained or peft=full")

@@ -56,4 +56,4 @@ def train_on_without_roles(config: RunConfig) -> Iterator[str]:
     """Refuse assistant-only loss on text, which has no turns, and on tokens, which carry their own labels."""
     data = config.dataset
     if data.train_on is TrainOn.assistant and data.format in (Format.text, Format.pretokenized):
-        yield f"assistant needs turns, which dataset.format={data.format.name} does not have"
+        yield f"assistant asks for turns, which dataset.format={data.format.name} does not have"

@@ -46,7 +46,7 @@ def attention_not_in_model(config: RunConfig) -> Iterator[str]:
     """
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and facts.measured is not None and not has_attention(config, kernel):
-        yield f"{facts.architecture} does not support {kernel.name}; it has {', '.join(facts.measured.attention)}"
+        yield f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
 
 
 @rule("flash-attention-below-ampere", _KEY, _AUTO)
@@ -129,8 +129,8 @@ def mlp_tiles_not_possible(config: RunConfig) -> Iterator[str]:
     if config.activation.mlp_tile_tokens is None:
         return
     if config.activation.checkpointing not in (Checkpointing.enabled, Checkpointing.auto):
-        yield "tiles need recomputed layers: activation.checkpointing=enabled"
+        yield "tiles are for layers that are recomputed: activation.checkpointing=enabled"
     if config.model.compile_layers or config.precision.compute is Compute.fp8:
-        yield "tiles do not work with model.compile_layers=true or precision.compute=fp8"
+        yield "tiles do not go with model.compile_layers=true or precision.compute=fp8"
     if facts is not None and has_experts(facts):
         yield f"{facts.architecture} sends tokens to experts"

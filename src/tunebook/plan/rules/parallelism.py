@@ -33,7 +33,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Iterator[Finding]:
 def single_needs_one_gpu(config: RunConfig) -> Iterator[str]:
     """Refuse `single` with more than one rank: the others would be idle, or train unsynchronized copies."""
     if strategy_facts(config).runs_on_one and world_size(config) > 1:
-        yield f"single runs on one GPU, and the run has {world_size(config)}"
+        yield f"single runs on one GPU, and {world_size(config)} are asked for"
 
 
 @rule("hsdp-group", "parallelism.shard_group_size", "parallelism.shard_group_size=null or parallelism=fsdp")
@@ -47,7 +47,7 @@ def hsdp_group(config: RunConfig) -> Iterator[str]:
         return
     group = settings.shard_group_size or config.hardware.gpus_per_node or 1
     if not 1 < group < world or world % group:
-        yield f"{world} GPUs cannot be divided into several equal groups of {group}"
+        yield f"groups of {group} do not split {world} GPUs into equal groups of several"
 
 
 @rule("sequence-group-size", _GROUP, f"{_GROUP}=1, or a size that divides it")
@@ -78,7 +78,7 @@ def sequence_group_architecture(config: RunConfig) -> Iterator[str]:
     if config.parallelism.sequence_group_size == 1 or facts is None:
         return
     if facts.architecture not in VARLEN_ARCHITECTURES:
-        yield f"{facts.architecture} was not tested with rows that several GPUs share"
+        yield f"{facts.architecture} is not known to attend only by the kernels that exchange the tokens of a row"
 
 
 @rule("sequence-group-attention", "attention.implementation", f"attention=auto packing=isolated or {_GROUP}=1")

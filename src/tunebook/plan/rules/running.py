@@ -140,4 +140,4 @@ def control_characters(config: RunConfig) -> Iterator[Finding]:
     """
     for key, text in texts_of(asdict(config)):
         if shown(text) != text and _FREE.isdisjoint(key.split(".")):
-            yield Finding(f"{shown(text)} contains a control character", shown(key))
+            yield Finding(f"{shown(text)} holds a control character", shown(key))

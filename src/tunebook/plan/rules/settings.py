@@ -98,4 +98,4 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
             key = f"{group}.{field}"
             value, default = getattr(getattr(config, group), field, None), default_of(key)
             if value and getattr(value, "name", value) != default:
-                yield Finding(f"ignored: only {reader} reads it", key, f"{key}={as_typed(default)}")
+                yield Finding(f"this run does not read it, only {reader} does", key, f"{key}={as_typed(default)}")
