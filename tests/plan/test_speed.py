@@ -12,7 +12,6 @@ import pytest
 from tunebook.config.choices import (
     Attention,
     Checkpointing,
-    Compute,
     Generation,
     Offload,
     PackingMode,
@@ -145,23 +144,6 @@ def test_padding_is_computed_and_does_not_count() -> None:
     assert "x 0.5: the rest of each row is padding" in unknown.assumption
     one_row = changed(padded, {"training.micro_batch_size": 1})  # each pass as wide as its one document
     assert "padding" not in timed(one_row).assumption
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("hardware.generation", Generation.cpu, "no peak is known for cpu in bf16"),
-        ("peft.method", PeftMethod.qlora, "no dense model was measured with peft=qlora in bf16"),
-        ("precision.compute", Compute.fp32, "no dense model was measured with peft=full in tf32"),
-        ("model.facts", None, "the model's size is not known before it is loaded"),
-    ],
-    ids=["cpu", "qlora", "tf32", "size"],
-)
-def test_where_nothing_was_measured_it_says_why(key: str, value: Any, reason: str) -> None:
-    time = timed(changed(qwen_3b(), {key: value}))
-    assert time.assumption == f"not estimated: {reason}"
-    assert (time.tokens_per_second, time.hours) == (None, None)
-    assert time.tokens is not None  # which has nothing to do with the speed
 
 
 def test_every_share_names_a_recorded_result() -> None:
