@@ -16,13 +16,15 @@ from rich.console import Console
 from rich.text import Text
 
 
-def print_lines(lines: Iterable[str], console: Console, *, style: str = "") -> None:
+def print_lines(lines: Iterable[str], console: Console, *, style: str = "", indent: int = 6) -> None:
     """Print lines; in a terminal, each is wrapped at words with a hanging indent. A log keeps them whole.
 
     Not for a command: one that is wrapped cannot be copied. A longer word, such as a path, stays whole.
     """
     if console.is_terminal:
-        wrap = TextWrapper(console.width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
+        wrap = TextWrapper(
+            console.width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
         lines = map(wrap.fill, lines)
     print_text("\n".join(lines), console, style=style)
 

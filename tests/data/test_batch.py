@@ -72,7 +72,7 @@ def test_a_token_budget_fixes_the_rows():
     plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths)
     assert (plan.rows_per_step, plan.accumulation, plan.longest_row) == (32, 8, 1024)
     assert plan.documents_per_step == pytest.approx(1000 / 8)  # 128 documents a step, the last has 104
-    assert batch_lines(plan)[1] == "  one optimizer step: at most 32768 tokens"
+    assert batch_lines(plan)[0].startswith("batch     at most 32,768 tokens a step")
     plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=9000), None)
     assert plan.rows_per_step == 8  # whole rows only
 

@@ -43,7 +43,7 @@ def test_a_card_without_evidence_says_that_the_recipe_was_not_run() -> None:
 def test_the_estimates_on_a_card_are_those_of_the_plan(recipe: str) -> None:
     config = resolved(recipe)
     memory, time = plan_memory(config), plan_time(config, solve_batch(config, None))
-    stated = f"{memory.total:.1f} GiB of {config.hardware.memory_gib:g} GiB"
+    stated = f"{memory.needed:.1f} GiB of {config.hardware.memory_gib:g} GiB"
     if time.tokens_per_second_per_gpu is not None:
         stated += f" and about {about(time.tokens_per_second_per_gpu)} tokens/s per GPU"
     assert MARK + stated in CARDS[recipe]

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from tests.docs.notebook_cells import code_cells, execute
 
 EXPECTED = {
-    "tunebook plan ": "Memory of each GPU",
+    "tunebook plan ": "fits: ",
     "tunebook train ": "finished",
     "tunebook chat ": "",
     "tunebook diff ": "training.seed",

@@ -128,9 +128,10 @@ def plan(
     longest: Annotated[
         bool, typer.Option("--longest", help="Print the longest row that fits, by estimate, instead of the plan.")
     ] = False,
+    reasons: Annotated[bool, typer.Option("--all", help="Print the reasons for choices and time, too.")] = False,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
+    """Show whether a recipe fits, its batch, time, memory, choices and launch command. No GPU, no download."""
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words, recipes_dir)
@@ -151,6 +152,7 @@ def plan(
         as_yaml=as_yaml,
         is_measured=measure,
         is_longest=longest,
+        with_reasons=reasons,
     )
     raise typer.Exit(code)
 

@@ -10,14 +10,18 @@ from pathlib import Path
 from rich.console import Console
 
 from tunebook.commands.preflight import require_machine
-from tunebook.commands.train import show_decisions, show_job
-from tunebook.errors import RequestError
+from tunebook.config.choices import Generation
+from tunebook.config.schema import SlurmConfig
+from tunebook.errors import DataError, RequestError
+from tunebook.facts.strategies import strategy_facts
+from tunebook.launch.commands import launch_command, ranks_command, show_command, uses_srun
 from tunebook.launch.measure import measure, require_measurable
+from tunebook.launch.slurm import JOB_SCRIPT, job_script
 from tunebook.model.load import check_model
-from tunebook.plan.alternatives import LongestRow, Suggestion, longest_row, suggest
+from tunebook.plan.alternatives import LongestRow, longest_row, show_plans, suggest
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
 from tunebook.plan.memory.verdict import judge_measurement, plan_memory
-from tunebook.plan.show import host_memory_lines, memory_lines, show_warnings, time_lines
+from tunebook.plan.show import show_plan, show_warnings
 from tunebook.record.run_folder import run_name
 from tunebook.terminal import print_lines, print_text
 
@@ -33,14 +37,14 @@ def plan_command(
     as_yaml: bool = False,
     is_measured: bool = False,
     is_longest: bool = False,
+    with_reasons: bool = False,
 ) -> int:
-    """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
+    """Print whether the run fits, its batch, time, memory, choices and launch command for `folder`, or all as JSON.
 
     With `is_measured`, two steps are trained first unless they are cached. JSON is always printed; it includes the
     problems. With `as_yaml` only the resolved configuration is printed, and warnings go to standard error. With
-    `is_longest` the longest row that fits is printed instead of the plan, and added to the JSON. Otherwise raises:
-    RequestError or RulesError for a wrong request, and after printing DoesNotFitError for a plan that cannot fit,
-    DataError for missing files.
+    `is_longest` the longest row that fits is printed instead of the plan, and added to the JSON. Raises: RequestError
+    or RulesError for a wrong request, and after printing DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:
@@ -49,14 +53,14 @@ def plan_command(
         draft.raise_errors()
         _show_longest(longest_row(draft), draft, console)
         return 0
-    is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
-    suggested = suggest(draft) if is_in_doubt and not as_yaml else []
+    is_short_of_memory = draft.memory is not None and (draft.fits is False or draft.tightest.is_tight)
+    suggested = suggest(draft) if is_short_of_memory and not as_yaml else {}
     if as_json:
         content = draft_json(draft)
         content["would_fit"] = [
-            {"overrides": suggestion.overrides, "total_gib": round(suggestion.total_gib, 3)}
-            for suggestion in suggested
-            if suggestion.fits
+            {"overrides": words.split(), "total_gib": tried.memory.to_json()["total"]}
+            for words, tried in suggested.items()
+            if tried.memory is not None and tried.fits
         ]
         if is_longest:
             longest = longest_row(draft) if draft.memory is not None else None
@@ -68,24 +72,29 @@ def plan_command(
     if as_yaml:
         print(draft_yaml(draft), end="")
         show_warnings(draft.problems, Console(stderr=True, soft_wrap=True))
-        return _end(draft)
-    assert draft.memory is not None and draft.host is not None and draft.time is not None
-    show_decisions(draft, console)
-    show_job(draft, console, folder or Path(draft.config.outputs) / run_name(draft.config) / "<time>")
-    if draft.missing_data is not None:
-        console.print("note: planned without the data, which is missing")
-    lines = [*memory_lines(draft.memory), *host_memory_lines(draft.host), *time_lines(draft.time)]
-    print_lines(lines, console)
-    if is_in_doubt:
-        _show_suggestions(suggested, console)
-    return _end(draft)
+    else:
+        show_plan(draft, console, with_reasons=with_reasons)
+        show_launch(draft, console, folder or Path(draft.config.outputs) / run_name(draft.config) / "<time>")
+        if suggested:
+            found = any(tried.fits for tried in suggested.values())
+            title = "What would fit, to be typed after the same words:"
+            print_text(title if found else "Nothing that was tried fits; the least memory takes:", console)
+            show_plans(suggested, console)
+        _show_other_hardware(draft, console)
+    for error in draft.shortcomings[:1]:
+        if as_yaml or isinstance(error, DataError):  # a plan opens with the other one
+            raise error
+    return draft.exit_code
 
 
-def _end(draft: Draft) -> int:
-    """Return 0. Raises: DoesNotFitError or DataError for a plan that cannot be trained."""
-    if draft.shortcomings:
-        raise draft.shortcomings[0]
-    return 0
+def show_launch(draft: Draft, console: Console, folder: Path) -> None:
+    """Print the launch command; for a Slurm job also its script."""
+    config = draft.config
+    show_command(launch_command(config, folder), console)
+    if isinstance(config.launcher, SlurmConfig):
+        print_text(f"{folder / JOB_SCRIPT}:\n{job_script(config, folder)}".rstrip(), console)
+        if uses_srun(config):
+            show_command(ranks_command(config, folder), console, "in the job")
 
 
 def _measure(draft: Draft, console: Console) -> None:
@@ -120,10 +129,9 @@ def _show_longest(row: LongestRow | None, draft: Draft, console: Console) -> Non
     print_lines([f"{title}: {length}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
 
 
-def _show_suggestions(suggested: list[Suggestion], console: Console) -> None:
-    if any(suggestion.fits for suggestion in suggested):
-        print_text("What would fit, by estimate, to be typed after the recipe:", console)
-    elif suggested:
-        print_text("Nothing that was tried fits for certain; the least memory takes:", console)
-    for suggestion in suggested:
-        print_text(f"  {' '.join(suggestion.overrides)}   ({suggestion.total_gib:.1f} GiB)", console)
+def _show_other_hardware(draft: Draft, console: Console) -> None:
+    """On a machine without a GPU, print what to type for a plan on another."""
+    config = draft.config
+    if config.hardware.generation is Generation.cpu and draft.machine is not None and not draft.machine.gpus:
+        gpus = "" if strategy_facts(config).runs_on_one else " hardware.gpus_per_node=2"
+        print_text(f"plan for another machine: hardware=hopper{gpus}", console)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
-from tunebook.errors import RequestError, RulesError
+from tunebook.errors import DoesNotFitError, RequestError, RulesError
 from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.fetch import require_tasks
 from tunebook.evaluate.sandbox.start import HANDOVER_VARIABLE, SERVICE_HANDOVER
@@ -16,16 +16,16 @@ from tunebook.launch.slurm import check_job
 from tunebook.model.hub import upload_problem
 from tunebook.model.load import check_model
 from tunebook.plan.auto.resolve import Resolution
-from tunebook.plan.draft import Draft, refuse_too_large
-from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
+from tunebook.plan.draft import Draft
 from tunebook.train.requirements import check_environment
 
 
 def require_runnable(job: Draft) -> None:
     """Refuse a run that can be planned but cannot run here. Raises: RequestError, RulesError, DoesNotFitError."""
     require_machine(job.resolved)
-    memory = measured_memory(job.config, job.batch) or plan_memory(job.config)
-    refuse_too_large(memory, plan_host_memory(job.config, job.resolved.host_memory_gib))
+    for error in job.shortcomings:
+        if isinstance(error, DoesNotFitError):
+            raise error
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:

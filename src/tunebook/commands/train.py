@@ -25,16 +25,16 @@ from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import summary_lines
 from tunebook.errors import counted
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
+from tunebook.launch.commands import is_later_node
 from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
-from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
+from tunebook.launch.slurm import follow, refuse_if_queued, submit
 from tunebook.launch.supervise import StopRequests
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.auto.decisions import AS_ASKED
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
-from tunebook.plan.show import batch_lines, show_choices, show_warnings
+from tunebook.plan.show import batch_lines, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, start_manifest
 from tunebook.record.run_folder import (
     PLAN_FILE,
@@ -61,23 +61,6 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
     draft = draft_run(recipe, overrides, recipes_dirs)
     draft.raise_errors()
     return draft
-
-
-def show_decisions(job: Draft, console: Console) -> None:
-    """Print the choices that `auto` made, and the warnings."""
-    show_choices(job.resolved.choices, console)
-    show_warnings(job.problems, console)
-
-
-def show_job(job: Draft, console: Console, folder: Path) -> None:
-    """Print the batch arithmetic and the launch command; for a Slurm job also its commands."""
-    assert job.batch is not None
-    print_lines(batch_lines(job.batch), console)
-    show_command(launch_command(job.config, folder), console)
-    if isinstance(job.config.launcher, SlurmConfig):
-        print_text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip(), console)
-        if uses_srun(job.config):
-            show_command(ranks_command(job.config, folder), console, "in the job")
 
 
 def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:

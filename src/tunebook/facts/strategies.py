@@ -91,7 +91,7 @@ class StrategyFacts:
 STRATEGIES: dict[Strategy, StrategyFacts] = {
     Strategy.auto: StrategyFacts(),  # not decided yet
     Strategy.single: StrategyFacts(runs_on_one=True),
-    Strategy.ddp: StrategyFacts(averages_gradients=True, auto_reason="a whole copy on each GPU is the fastest"),
+    Strategy.ddp: StrategyFacts(averages_gradients=True, auto_reason="a whole copy on each rank"),
     Strategy.zero1: StrategyFacts(engine=Engine.deepspeed, divides=Divided.optimizer),
     Strategy.zero2: StrategyFacts(engine=Engine.deepspeed, title="ZeRO-2", divides=Divided.gradients),
     Strategy.zero3: StrategyFacts(engine=Engine.deepspeed, title="ZeRO-3", divides=Divided.weights, may_compile=False),

@@ -81,9 +81,9 @@ def _read_cards(notes: list[str]) -> tuple[list[list[Gpu]], str | None]:
             try:
                 cards.append(_read_card(pynvml, index, notes))
             except pynvml.NVMLError as error:  # a broken GPU must not hide the others
-                notes.append(f"GPU {index} does not answer ({error}) and is left out")
+                notes.append(f"GPU {index} does not answer ({error}) and is ignored")
         if not cards:
-            notes.append(f"the NVIDIA driver {driver} is here but lists no GPU")
+            notes.append(f"the NVIDIA driver {driver} is installed but lists no GPU")
         return cards, driver
     except pynvml.NVMLError as error:
         notes.append(f"the NVIDIA driver does not answer ({error})")
@@ -99,7 +99,7 @@ def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> list[Gpu]:
     capability = (int(major), int(minor))
     generation = generation_of(capability)
     if capability not in GENERATIONS[generation].compute_capabilities:
-        notes.append(f"GPU {index} has compute capability {capability_text(capability)}; taken as {generation.name}")
+        notes.append(f"GPU {index} has compute capability {capability_text(capability)}; treated as {generation.name}")
     slices = _mig_handles(nvml, handle)
     if slices is not None and len(slices) != 1:
         notes.append(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tunebook.config.choices import Generation
 from tunebook.config.compose import parse_override
 from tunebook.config.schema import ZeroConfig, world_size
 from tunebook.errors import DataError, RequestError
@@ -19,44 +20,54 @@ from tunebook.plan.show import about
 from tunebook.terminal import print_text
 
 _UNIT_TOKENS = 128  # rows are multiples of this for each GPU that shares them
-_FITS = {True: "yes", False: "no", None: "perhaps"}
 
 
 # What would fit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """Overrides to type after the recipe, and the GiB that each GPU or rank then needs by estimate."""
-
-    overrides: list[str]
-    total_gib: float
-    fits: bool
-
-
-def suggest(draft: Draft) -> list[Suggestion]:
-    """Return the suggestions that fit; if none does, the one with the least memory.
+def suggest(draft: Draft) -> dict[str, Draft]:
+    """Return the changes that fit, as they are typed after the same words; if none does, the one with the least memory.
 
     Those that are refused, or change nothing, are skipped. `draft` has a memory plan.
     """
     config = draft.config
-    sharded, half = "zero3" if isinstance(config.parallelism, ZeroConfig) else "fsdp", config.training.max_length // 2
-    candidates = [
+    engines = ("zero3", "fsdp") if isinstance(config.parallelism, ZeroConfig) else ("fsdp", "zero3")
+    half, is_cpu = config.training.max_length // 2, config.hardware.generation is Generation.cpu
+    candidates = [  # of several in a line, the first that is not refused
         ["activation=checkpointing"],
-        *([[f"parallelism={sharded}"]] if world_size(config) > 1 else []),
-        [f"parallelism={sharded}_offload"],
+        [f"parallelism={engine}" for engine in engines if world_size(config) > 1],
+        [f"parallelism={engine}_offload" for engine in engines if not is_cpu],
         ["peft=lora"],
         ["peft=qlora"],
-        [f"training.max_length={half}", *([f"packing.row_length={half}"] if config.packing.row_length else [])],
+        [f"training.max_length={half}" + (f" packing.row_length={half}" if config.packing.row_length else "")],
     ]
-    suggestions = []
-    for overrides in candidates:
-        tried = draft_run(draft.recipe, [*draft.overrides, *overrides], draft.recipes_dirs, draft.machine)
-        if tried.memory is None or tried.memory.total is None or tried.config == config:
-            continue
-        suggestions.append(Suggestion(overrides=overrides, total_gib=tried.memory.total, fits=tried.fits is True))
-    fitting = [suggestion for suggestion in suggestions if suggestion.fits]
-    return fitting or sorted(suggestions, key=lambda suggestion: suggestion.total_gib)[:1]
+    planned: dict[str, tuple[float, Draft]] = {}
+    for line in candidates:
+        for words in line:
+            tried = draft_run(draft.recipe, [*draft.overrides, *words.split()], draft.recipes_dirs, draft.machine)
+            if tried.memory is not None and tried.memory.total is not None:
+                if tried.config != config:
+                    planned[words] = (tried.memory.total, tried)
+                break
+    fitting = {words: tried for words, (_, tried) in planned.items() if tried.fits}
+    least = sorted(planned, key=lambda words: planned[words][0])[:1]
+    return fitting or {words: planned[words][1] for words in least}
+
+
+def show_plans(drafts: dict[str, Draft], console: Console) -> None:
+    """Print a line for each plan: what is typed for it, its speed, and whether it fits or why it is refused."""
+    lines = [(words, *_speed_and_verdict(draft)) for words, draft in drafts.items()]
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    for words, speed, verdict in lines:
+        print_text(f"  {words:<{widths[0]}}  {speed:>{widths[1]}}  {verdict}", console)
+
+
+def _speed_and_verdict(draft: Draft) -> tuple[str, str]:
+    if draft.memory is None:
+        rules = ", ".join(problem.id for problem in draft.problems if problem.is_error)
+        return "-", f"refused: {draft.error.message if draft.error else rules}"
+    speed = draft.time.tokens_per_second_per_gpu if draft.time else None
+    return "-" if speed is None else f"{about(speed)} tokens/s", draft.tightest.verdict
 
 
 # The longest row
@@ -117,23 +128,10 @@ def compare_plans(
     if len(compared) > 1 or len(values) < 2:
         example = "--compare takes one key and at least two values, such as --compare parallelism=ddp,zero2,zero3,fsdp"
         raise RequestError(example, problem_id="compare-form")
-    drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
-    rows = [[key.rpartition(".")[2], "GiB", "tokens/s", "fits"]]
-    rows += [[value, *_row(draft)] for value, draft in drafts.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    print_text("Each GPU or rank, by estimate", console, style="italic")
-    for value, gib, speed, fits in rows:
-        print_text(f"{value:<{widths[0]}}  {gib:>{widths[1]}}  {speed:>{widths[2]}}  {fits}", console)
+    drafts = {f"{key}={value}": draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
+    print_text("Estimated speed of each GPU, and memory of each GPU or rank:", console)
+    show_plans(drafts, console)
     best = min(drafts.values(), key=lambda draft: draft.exit_code)
     if best.exit_code == DataError.exit_code and best.missing_data is not None:
         raise best.missing_data
     return best.exit_code
-
-
-def _row(draft: Draft) -> list[str]:
-    if draft.memory is None:
-        rules = ", ".join(problem.id for problem in draft.problems if problem.is_error)
-        return ["-", "-", f"refused: {draft.error.message if draft.error else rules}"]
-    total = draft.memory.total
-    speed = draft.time.tokens_per_second_per_gpu if draft.time else None
-    return ["-" if total is None else f"{total:.1f}", "-" if speed is None else about(speed), _FITS[draft.fits]]

@@ -63,20 +63,25 @@ class Draft:
 
     @property
     def shortcomings(self) -> list[TunebookError]:
-        """Why a request without errors cannot be trained: by estimate it does not fit, or its files are missing."""
-        missing: list[TunebookError] = [] if self.missing_data is None else [self.missing_data]
-        try:
-            refuse_too_large(self.memory, self.host)
-        except DoesNotFitError as error:
-            return [error, *missing]
-        return missing
+        """Why a request without errors cannot be trained: it does not fit, or its files are missing."""
+        errors: list[TunebookError] = [] if self.missing_data is None else [self.missing_data]
+        if self.fits is False:
+            advice = "`tunebook plan` with the same words lists what would fit; with --measure it trains two steps here"
+            problem_id = "host-memory-too-small" if self.tightest is self.host else "does-not-fit"
+            errors.insert(0, DoesNotFitError(f"{self.tightest.verdict}; {advice}", problem_id=problem_id))
+        return errors
+
+    @property
+    def tightest(self) -> MemoryPlan:
+        """The plan that decides whether it fits: that of the host if it is worse than that of the GPUs."""
+        assert self.memory is not None and self.host is not None
+        is_worse = self.host.fits is False or (self.host.is_tight and self.memory.fits is not None)
+        return self.host if is_worse and self.memory.fits is not False else self.memory
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the GPUs and the hosts; None if GPU memory is unknown."""
-        if self.host is not None and self.host.fits is False:
-            return False
-        return self.memory.fits if self.memory is not None else None
+        """Whether it fits into the GPUs and the hosts; None if that is tight or unknown."""
+        return self.tightest.fits if self.memory is not None else None
 
     @property
     def exit_code(self) -> int:
@@ -84,23 +89,6 @@ class Draft:
         if self.error is not None or any(problem.is_error for problem in self.problems):
             return RequestError.exit_code
         return next((error.exit_code for error in self.shortcomings), 0)
-
-
-def refuse_too_large(memory: MemoryPlan | None, host: MemoryPlan | None) -> None:
-    """Raise DoesNotFitError if the estimate or a measurement does not fit into the GPUs, or into a node's host."""
-    if memory is not None and memory.fits is False:
-        by = "by estimate" if memory.measured is None else "as measured,"
-        raise DoesNotFitError(
-            f"{by} this plan {memory.verdict} on each GPU or rank; try activation=checkpointing, parallelism=fsdp or "
-            "zero3_offload, peft=lora, or more or larger GPUs; `tunebook plan` lists what would fit",
-            problem_id="does-not-fit",
-        )
-    if host is not None and host.fits is False:
-        raise DoesNotFitError(
-            f"by estimate this plan {host.verdict} on each node; offload less to the host, or take more nodes or fewer "
-            "GPUs of each (hardware.gpus_per_node); hardware.host_memory_gib=GIB sets what a node has",
-            problem_id="host-memory-too-small",
-        )
 
 
 def draft_run(

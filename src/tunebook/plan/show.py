@@ -1,4 +1,4 @@
-"""Format what the launcher prints: choices and reasons, batch, memory, time, progress."""
+"""Format what the launcher prints: the plan as a table of rows, the choices of `auto`, warnings, progress."""
 
 from __future__ import annotations
 
@@ -7,30 +7,49 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
+from tunebook.config.choices import Generation
 from tunebook.config.override_text import as_typed
+from tunebook.config.schema import HardwareConfig
 from tunebook.data.batch import BatchPlan
-from tunebook.errors import Problem
+from tunebook.errors import Problem, counted
 from tunebook.plan.auto.decisions import AS_ASKED, Choice
-from tunebook.plan.memory.verdict import MemoryPlan
+from tunebook.plan.draft import Draft
+from tunebook.plan.memory.verdict import MemoryPlan, gib
 from tunebook.plan.speed import TimePlan
 from tunebook.terminal import print_lines
 
-_WIDTH_WITHOUT_TERMINAL = 100  # columns, as in a log
+_INDENT = 10  # columns of a row's name
 
 
-def show_choices(choices: list[Choice], console: Console) -> None:
-    """Print the choices that `auto` made, with their reasons."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("key", "value", "why"):
-        table.add_column(name, overflow="fold")
+def show_plan(draft: Draft, console: Console, *, with_reasons: bool) -> None:
+    """Print the verdict, a table of hardware, batch, time and memory, the choices and the warnings."""
+    assert draft.batch is not None and draft.memory is not None and draft.host is not None and draft.time is not None
+    style = {True: "bold green", False: "bold red", None: "bold yellow"}[draft.fits]
+    print_lines([draft.tightest.verdict], console, style=style)
+    lines = [_row("hardware", hardware_text(draft.config.hardware)), *batch_lines(draft.batch)]
+    lines += [_row("time", time_text(draft.time, with_reasons=with_reasons))]
+    lines += [_row("memory", memory_text(draft.memory)), _row("host", host_memory_text(draft.host))]
+    if draft.missing_data is not None:
+        lines.append(_row("data", "missing; planned without it"))
+    print_lines(lines, console, indent=_INDENT)
+    show_choices(draft.resolved.choices, console, with_reasons=with_reasons)
+    show_warnings(draft.problems, console)
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<{_INDENT}}{text}"
+
+
+def show_choices(choices: list[Choice], console: Console, *, with_reasons: bool = False) -> None:
+    """Print the choices that `auto` made, as they are typed, one on each line."""
+    lines = ["chosen by auto:" if with_reasons else "chosen by auto (reasons: tunebook plan --all):"]
     for choice in choices:
         if choice.why != AS_ASKED:
-            table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
-    console.print(Text("Choices made by auto", style="italic"))
-    console.print(table, width=console.width if console.is_terminal else _WIDTH_WITHOUT_TERMINAL)
+            reason = f"  # {choice.why}" if with_reasons else ""
+            lines.append(f"  {choice.key}={as_typed(choice.value)}{reason}")
+    print_lines(lines, console)
 
 
 def show_warnings(warnings: list[Problem], console: Console) -> None:
@@ -39,75 +58,79 @@ def show_warnings(warnings: list[Problem], console: Console) -> None:
         print_lines(f"warning: {warning.text()}".splitlines(), console, style="yellow")
 
 
+def hardware_text(hardware: HardwareConfig) -> str:
+    """The machines of a resolved configuration, such as `8 hopper GPUs of 80 GiB`."""
+    unit = "CPU rank" if hardware.generation is Generation.cpu else f"{hardware.generation.name} GPU"
+    memory = "" if hardware.memory_gib is None else f" of {hardware.memory_gib:g} GiB"
+    nodes = f"{hardware.num_nodes} nodes with " if hardware.num_nodes > 1 else ""
+    return f"{nodes}{counted(hardware.gpus_per_node or 1, unit)}{memory}"
+
+
 def batch_lines(plan: BatchPlan) -> list[str]:
-    """The batch arithmetic as lines of text, marked as an estimate until the data is prepared."""
-    size = f"at most {plan.global_tokens} tokens"
-    if plan.global_samples:
-        size = f"{plan.global_samples} documents (training.global_samples)"
-    title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
-    lines = [title, f"  one optimizer step: {size}"]
-    kind = "packed" if plan.is_packed else "padded"
-    ranks = f"{plan.world_size} GPUs or ranks" if plan.world_size > 1 else "1 GPU or rank"
-    if plan.sequence_group_size > 1:
-        ranks = f"{plan.data_ranks} group(s) of {plan.sequence_group_size} GPUs or ranks"
-    rows = f"{kind} rows" if plan.rows_per_step is None else f"{plan.rows_per_step} {kind} rows"
-    passes = "as many as the documents need" if plan.accumulation is None else f"{plan.accumulation} accumulated"
-    per_pass = f"{plan.micro_batch_size} per pass"
-    lines.append(f"  {rows} of up to {plan.row_length} tokens = {ranks} x {per_pass} x {passes}")
+    """The batch arithmetic as two rows of text."""
+    size = counted(plan.global_samples, "document") if plan.global_samples else f"at most {plan.global_tokens:,} tokens"
+    size += " a step"
     if plan.documents_per_step and plan.tokens_per_step:
-        lines.append(f"  {plan.documents_per_step:,.1f} documents and {plan.tokens_per_step:,.0f} tokens a step")
-    if plan.steps_per_epoch is not None:
-        lines.append(f"  {plan.num_documents:,} documents = {plan.steps_per_epoch:,} steps an epoch")
-    if plan.total_steps is not None:
-        lines.append(f"  {plan.total_steps:,} optimizer steps in all")
-    return lines
+        documents = "" if plan.global_samples else f"{plan.documents_per_step:,.1f} documents, "
+        size += f" ({documents}{'about ' if plan.is_estimate else ''}{plan.tokens_per_step:,.0f} tokens)"
+    kind = "packed" if plan.is_packed else "padded"
+    ranks = counted(plan.world_size, "rank")
+    if plan.sequence_group_size > 1:
+        ranks = f"{counted(plan.data_ranks, 'group')} of {plan.sequence_group_size} ranks"
+    passes = "as many passes as the documents need"
+    if plan.accumulation is not None:
+        passes = counted(plan.accumulation, "pass", "passes")
+    rows = f"{kind} rows of up to {plan.row_length:,} tokens"
+    lines = [_row("batch", f"{size} in {rows}: {ranks} x {counted(plan.micro_batch_size, 'row')} x {passes}")]
+    steps = "not known before the data is prepared" if plan.total_steps is None else f"{plan.total_steps:,}"
+    if plan.steps_per_epoch is not None and plan.num_documents is not None:
+        steps += f"; an epoch of {counted(plan.num_documents, 'document')} has {plan.steps_per_epoch:,}"
+    return [*lines, _row("steps", steps)]
 
 
-def memory_lines(plan: MemoryPlan) -> list[str]:
-    """The memory of one GPU or rank as lines of text."""
-    measured = plan.measured if plan.measured is not None and plan.measured.ran_out is None else None
-    limit = "" if plan.capacity is None else f", of {plan.capacity:g}"
-    lines = [f"Memory of each GPU or rank ({f'measured on {measured.date}' if measured else 'estimated'}, GiB{limit})"]
-    if measured is not None and (speed := measured.tokens_per_second_per_gpu) is not None:
-        lines.append(f"  the second of the two steps trained {speed:,.0f} tokens/s per GPU or rank")
-    elif measured is None and plan.total is not None:
-        parts = " + ".join(f"{name} {_gib(value or 0)}" for name, value in plan.parts.items())
-        lines.append(f"  {parts} = {_gib(plan.total)}")
-    return [*lines, f"  {plan.verdict}"]
+def memory_text(plan: MemoryPlan) -> str:
+    """The memory of one GPU or rank, part by part."""
+    if plan.measured is not None and plan.measured.ran_out is None:
+        speed = plan.measured.tokens_per_second_per_gpu
+        trained = "" if speed is None else f"; the second step trained {speed:,.0f} tokens/s on each rank"
+        return f"{_amount(plan)} on each rank, measured on {plan.measured.date}{trained}"
+    if plan.total is None:
+        return "not known"
+    parts = " + ".join(f"{name} {gib(value)}" for name, value in plan.parts.items() if value)
+    return f"{_amount(plan)} on each rank: {parts} + margin {gib(plan.margin)}"
 
 
-def host_memory_lines(plan: MemoryPlan) -> list[str]:
-    """The estimated host memory of one node, and what is written to its NVMe disk; zero parts are left out."""
-    limit = "" if plan.capacity is None else f", of {plan.capacity:,g}"
-    lines = [f"Host memory of each node (estimated, GiB{limit})"]
-    parts = [f"{name} {_gib(value)}" for name, value in plan.parts.items() if value]
-    if plan.total is not None:
-        lines.append(f"  {', '.join(parts)}; {_gib(plan.total)} at the peak")
-    if plan.nvme_gib:
-        lines.append(f"  on its NVMe disk {_gib(plan.nvme_gib)}")
-    return [*lines, f"  {plan.verdict}"]
+def host_memory_text(plan: MemoryPlan) -> str:
+    """The host memory of one node at its peak, and what is written to its NVMe disk."""
+    if plan.total is None:
+        return "not known"
+    parts = ", ".join(f"{name} {gib(value)}" for name, value in plan.parts.items() if value)
+    nvme = f"; {gib(plan.nvme_gib)} GiB on its NVMe disk" if plan.nvme_gib else ""
+    return f"{_amount(plan)} on each node at the peak: {parts}, margin {gib(plan.margin)}{nvme}"
 
 
-def time_lines(plan: TimePlan) -> list[str]:
-    """The estimated speed and duration with their assumptions, or why there is no estimate."""
-    lines = ["Time (estimated)"]
+def _amount(plan: MemoryPlan) -> str:
+    limit = "" if plan.capacity is None else f" of {plan.capacity:,g}"
+    return f"{gib(plan.needed or 0)}{limit} GiB"
+
+
+def time_text(plan: TimePlan, *, with_reasons: bool) -> str:
+    """The estimated duration and speed, or why there is no estimate."""
     speed, total = plan.tokens_per_second_per_gpu, plan.tokens_per_second
-    if speed is not None and total is not None:
-        lines.append(f"  about {about(speed)} tokens/s per GPU, {about(total)} in all")
+    if speed is None or total is None:
+        return plan.assumption
+    text = f"{about(total)} tokens/s, {about(speed)} on each GPU"
     if plan.hours is not None and plan.gpu_hours is not None:
-        hours = f"about {about(plan.hours)} hours = {about(plan.gpu_hours)} GPU-hours"
-        lines.append(f"  {plan.tokens:,.0f} tokens take {hours} without loading, validation, saving and evaluation")
-    return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
+        duration = f"{about(plan.hours)} hours" if plan.hours >= 1 else f"{about(plan.hours * 60)} minutes"
+        text = f"about {duration} ({about(plan.gpu_hours)} GPU-hours) at {text}"
+    certainty, _, reasons = plan.assumption.partition(": ")
+    return f"{text}; {certainty}{f': {reasons}' if with_reasons else ''}"
 
 
 def about(value: float) -> str:
     """Two digits of an estimate."""
     rounded = float(f"{value:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
-
-
-def _gib(value: float) -> str:
-    return f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
 @contextmanager

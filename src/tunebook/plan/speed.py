@@ -82,7 +82,7 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
     generation = config.hardware.generation
     peak = peak_of(generation, precision.compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
     if peak is None:
-        unknown = f"the peak of {gpu_name or generation.name} in {precision.compute.name} is not known"
+        unknown = f"no peak is known for {gpu_name or generation.name} in {precision.compute.name}"
         return TimePlan(tokens=tokens, assumption=f"not estimated: {unknown}")
     kind = "experts" if has_experts(facts) else "dense"
     number_format = "tf32" if uses_tf32 else {Compute.fp16: "bf16"}.get(precision.compute, precision.compute.name)
@@ -143,12 +143,12 @@ def _factors(
         is_padded = config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1
         padding = UNKNOWN_PADDING if is_padded else 0.0
     if padding:
-        yield 1 - padding, "the rest of a pass is padding"
+        yield 1 - padding, "the rest of each row is padding"
     work = _tokens_per_pass(batch, padding) * facts.hidden_size / (share.full_work * 1000 * peak.tflops)
     if not is_fp32 and attention_facts(config).has_mask and work > 0.5:
-        yield 0.5, f"{config.attention.implementation.name} computes the whole square of a row"
+        yield 0.5, f"{config.attention.implementation.name} computes every pair of tokens in a row"
     elif work < 1:
-        yield work, "a pass has too little work for a GPU"
+        yield work, "too few tokens in a pass to keep a GPU busy"
     if not is_fp32 and not config.model.compile_layers:
         yield 0.75, "blocks are not compiled (h200x2_architectures.jsonl)"
     if is_recomputed(config):
@@ -166,7 +166,7 @@ def _factors_of_strategy(config: RunConfig) -> Iterator[tuple[float, str]]:
         yield 0.01, "states on NVMe (h200x2_recipes.jsonl)"
     elif offloaded_states(config):
         factor = 0.15 if config.peft.method is PeftMethod.full else 0.5
-        yield factor, "states in host memory, right to a factor of three only (h200x2_book_held_out.jsonl)"
+        yield factor, "states in host memory, known to a factor of three only (h200x2_book_held_out.jsonl)"
     elif config.activation.offload and not is_recomputed(config):
         yield 0.2, "activations in host memory (h200x2_host_memory.jsonl)"
 
@@ -175,11 +175,11 @@ def _unmeasured(config: RunConfig, batch: BatchPlan, peak: Peak) -> Iterator[str
     """What is assumed without a measurement."""
     generation = config.hardware.generation
     if generation is not MEASURED_ON:
-        yield f"never measured on {generation.name}, whose peak is that of the {peak.gpu}"
+        yield f"never measured on {generation.name} GPUs; the peak is that of the {peak.gpu}"
     if config.hardware.num_nodes > 1:
-        yield "never measured on several nodes, whose links are not counted: at most this speed"
+        yield "at most this speed: links between nodes are not counted, and several nodes were never measured"
     if batch.tokens_per_step is None and batch.is_packed:
-        yield "rows are full"
+        yield "assuming full rows"
 
 
 def _tokens_per_pass(batch: BatchPlan, padding: float) -> float:

@@ -87,5 +87,5 @@ def with_layers(facts: ModelFacts) -> ModelFacts:
 def _remembered(question: Any, describe: Callable[[], ModelFacts], model: str) -> ModelFacts | None:
     if installed_version("torch") is None or installed_version("transformers") is None:
         return None
-    notice = f"building {model} without memory to look at its layers, once"
+    notice = f"reading the layers of {model}, once for each model"
     return facts_from_json(answered("architectures", question, lambda: asdict(describe()), notice))

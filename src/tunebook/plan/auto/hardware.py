@@ -39,11 +39,13 @@ def _generation(config: RunConfig, gpus: list[Gpu]) -> tuple[Generation, str]:
         is_alone = hardware.gpus_per_node is None and _single_gpu_reason(config, gpus) is not None
         oldest = min(gpus, key=lambda gpu: gpu.compute_capability)
         taken = gpus[0] if is_alone or hardware.gpus_per_node == 1 else oldest
-        return taken.generation, f"{', '.join(counts)} found here"
-    where = "no GPU is found here" if launcher is LauncherName.local else f"launcher={launcher.name} starts elsewhere"
+        return taken.generation, f"this machine has {', '.join(counts)}"
+    where = (
+        "this machine has no GPU" if launcher is LauncherName.local else f"launcher={launcher.name} starts elsewhere"
+    )
     if hardware.reference.generation is Generation.auto:
-        return Generation.cpu, f"{where}, and no other machine is named"
-    return hardware.reference.generation, f"{where}; planned for hardware.reference"
+        return Generation.cpu, f"{where}"
+    return hardware.reference.generation, f"{where}; the recipe's machine (hardware.reference)"
 
 
 def _gpus_per_node(config: RunConfig, gpus: list[Gpu]) -> tuple[int, str]:
@@ -51,20 +53,20 @@ def _gpus_per_node(config: RunConfig, gpus: list[Gpu]) -> tuple[int, str]:
     if why := _single_gpu_reason(config, gpus):
         return 1, why
     if gpus:
-        return len(gpus), "all that are found here"
+        return len(gpus), "all GPUs of this machine"
     if hardware.generation is Generation.cpu and hardware.reference.generation is not Generation.cpu:
         return 1, "one process uses every CPU core"
-    return hardware.reference.gpus_per_node, "planned for hardware.reference"
+    return hardware.reference.gpus_per_node, "the recipe's machine (hardware.reference)"
 
 
 def _memory_gib(config: RunConfig, gpus: list[Gpu], host_memory_gib: float) -> tuple[float | None, str]:
     hardware = config.hardware
     if gpus:
-        return min(gpu.memory_gib for gpu in gpus), "of the smallest GPU found here, as its driver reports it"
+        return min(gpu.memory_gib for gpu in gpus), "the smallest GPU of this machine, by its driver"
     if hardware.generation is Generation.cpu:
         share = round(host_memory_gib / (hardware.gpus_per_node or 1), 2)
-        return share, f"a rank's share of {host_memory_gib:g} GiB of host memory"
+        return share, f"the share of each rank in {host_memory_gib:g} GiB of host memory"
     if hardware.generation is hardware.reference.generation and hardware.reference.memory_gib:
-        return hardware.reference.memory_gib, "planned for hardware.reference"
+        return hardware.reference.memory_gib, "the recipe's machine (hardware.reference)"
     facts = GENERATIONS[hardware.generation]
-    return facts.usual_memory_gib, f"of a {facts.reference_gpu}, the usual {hardware.generation.name} GPU"
+    return facts.usual_memory_gib, f"the usual {hardware.generation.name} GPU: {facts.reference_gpu}"

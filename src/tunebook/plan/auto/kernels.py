@@ -34,8 +34,8 @@ def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple
     """
     why = uncompiled_reason(config)
     if why is None and missing_for_triton is not None:
-        why = f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
-    return why is None, why or "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
+        why = f"Triton needs a compiler: {missing_for_triton}"
+    return why is None, why or "8% faster than Liger's kernels, in 5% less memory (Qwen2.5-3B, one H200)"
 
 
 def uncompiled_reason(config: RunConfig) -> str | None:
@@ -46,23 +46,26 @@ def uncompiled_reason(config: RunConfig) -> str | None:
     architecture = "" if facts is None else facts.architecture
     reasons = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
-        (compute not in (Compute.bf16, Compute.fp8), f"blocks were not compiled in {compute.name}"),
+        (compute not in (Compute.bf16, Compute.fp8), f"not tested in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
-        (config.packing.mode is PackingMode.padded, "blocks were compiled with packed rows only"),
-        (kernel not in (UNDECIDED, COMPILED), f"blocks were not compiled with {kernel.name}"),
-        (settings.sequence_group_size > 1 and not is_fsdp, "blocks of shared rows were compiled under FSDP only"),
-        (config.activation.mlp_tile_tokens is not None, "blocks would be compiled for each number of MLP tiles"),
-        (config.training.deterministic, "compiled kernels were not seen to be bitwise deterministic"),
-        (not strategy_facts(config).may_compile, f"blocks gained nothing by it under {settings.strategy.name}"),
-        (is_wrapped, "blocks were not compiled where FSDP's units are not the blocks"),
-        (is_offloaded(config), "blocks were not compiled with states or activations in host memory or on a disk"),
-        (has_dora(config), "with DoRA compiled losses were up to 0.2% apart in 16 steps"),
-        (adapts_parameters(config), "adapters on parameters break compiled blocks apart"),
-        (config.peft.method is PeftMethod.qlora, "blocks were not compiled over a quantized base"),
-        (facts is None, "the model's architecture is not known before it is loaded"),
-        (facts is not None and facts.num_parameters < _FEW_PARAMETERS, "a small model gains less than compiling costs"),
-        (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
-        (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
+        (config.packing.mode is PackingMode.padded, "tested with packed rows only"),
+        (kernel not in (UNDECIDED, COMPILED), f"not tested with {kernel.name}"),
+        (settings.sequence_group_size > 1 and not is_fsdp, "rows shared by several GPUs were tested under FSDP only"),
+        (config.activation.mlp_tile_tokens is not None, "blocks would be compiled again for each number of MLP tiles"),
+        (config.training.deterministic, "compiled kernels are not known to be deterministic"),
+        (not strategy_facts(config).may_compile, f"not faster under {settings.strategy.name}"),
+        (is_wrapped, "not tested with parallelism.wrap_classes"),
+        (is_offloaded(config), "not tested with offloading"),
+        (has_dora(config), "with DoRA, losses differed by up to 0.2% in 16 steps"),
+        (adapts_parameters(config), "adapters on parameters split compiled blocks"),
+        (config.peft.method is PeftMethod.qlora, "not tested with a quantized base model"),
+        (facts is None, "the architecture is not known before the model is loaded"),
+        (
+            facts is not None and facts.num_parameters < _FEW_PARAMETERS,
+            "compiling takes longer than it saves with a small model",
+        ),
+        (architecture not in COMPILED_ARCHITECTURES, f"not tested with {architecture}"),
+        (not has_attention(config, COMPILED), f"{architecture} does not support {COMPILED.name}"),
     ]
     return next((reason for is_against, reason in reasons if is_against), None)
 
@@ -73,8 +76,8 @@ def decide_head(config: RunConfig) -> tuple[bool, str]:
     On H200s, bf16, LoRA and fp8: h200_one_pass_head.jsonl. The losses of seven strategies: h200x2_parity.jsonl.
     """
     if config.hardware.generation is Generation.cpu or config.precision.compute not in (Compute.bf16, Compute.fp8):
-        return False, "the head's gradients were made in the forward pass on GPUs in bf16 and fp8 only"
-    return True, "the head's logits are computed once and not twice: Qwen2.5-3B was 3% faster in bf16 (one H200)"
+        return False, "tested on GPUs in bf16 and fp8 only"
+    return True, "logits are computed once instead of twice: 3% faster (Qwen2.5-3B, one H200)"
 
 
 def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
@@ -86,9 +89,9 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
     fallback, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
     if config.parallelism.sequence_group_size > 1:
         is_by_document = fallback is not COMPILED and has_attention(config, BY_DOCUMENT)
-        return BY_DOCUMENT if is_by_document else fallback, "torch's own kernels for packed rows let GPUs share rows"
+        return BY_DOCUMENT if is_by_document else fallback, "GPUs can share rows with torch's kernels for packed rows"
     if generation is not Generation.cpu and compute is Compute.fp32 and _goes_by_document(config):
-        return BY_DOCUMENT, "in fp32 packed rows were 1.5 x as fast so as with the mask of a whole row (one H200)"
+        return BY_DOCUMENT, "in fp32, 1.5 times as fast as one mask over a packed row (one H200)"
     if not can_run(INSTALLED, generation):
         return fallback, "flash attention needs a GPU of compute capability 8.0"
     if compute is Compute.fp32:
@@ -96,7 +99,7 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
     if config.model.compile_layers:
         return fallback, "flash-attn's packages do not compile with the blocks"
     if not has_attention(config, INSTALLED):
-        return fallback, f"the architecture cannot attend by {INSTALLED.name}"
+        return fallback, f"the architecture does not support {INSTALLED.name}"
     image, package = GENERATIONS[generation].image.name, str(ATTENTIONS[INSTALLED].package)
     if not is_planned and installed_version(package) is None:
         return fallback, f"the package {package} is not installed here; the {image} image has it"
@@ -120,11 +123,11 @@ def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, st
     version_of = image.state_kernels.__contains__ if is_planned else installed_version
     if missing := missing_state_kernels(config, version_of):
         where = f"is not in the {image.name} image" if is_planned else "is not installed here"
-        return PackingMode.padded, f"packed documents are kept apart by {' and '.join(missing)}, which {where}"
+        return PackingMode.padded, f"packing needs {' and '.join(missing)}, which {where}"
     if brings_code(config.model):
-        return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
+        return PackingMode.padded, "the model's own code may let packed documents see each other"
     facts = config.model.facts
     is_tested = facts is None or facts.measured is None or facts.architecture in SINK_ARCHITECTURES
     if isolates(config) is None and not is_tested:
-        return PackingMode.padded, "no small model of the architecture showed that it keeps packed documents apart"
-    return PackingMode.isolated, f"rows without padding; {config.attention.implementation.name} keeps documents apart"
+        return PackingMode.padded, "the architecture was not shown to keep packed documents apart"
+    return PackingMode.isolated, f"no padding; {config.attention.implementation.name} keeps documents apart"

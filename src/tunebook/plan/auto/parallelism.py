@@ -18,11 +18,9 @@ from tunebook.facts.strategies import (
     STRATEGIES,
     UNDECIDED,
 )
-from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.auto.passes import SHORT_ROW_TOKENS, decide_passes
-from tunebook.plan.memory import estimate_memory
-from tunebook.plan.memory.verdict import gib_text, tensors_fit
+from tunebook.plan.memory.verdict import MemoryPlan, plan_memory
 from tunebook.plan.rules import check
 
 
@@ -32,8 +30,7 @@ class _Attempt:
 
     strategy: Strategy
     refusals: frozenset[str]  # ids of broken rules
-    fits: bool | None  # by estimate; None: memory or model size unknown
-    total_gib: float | None  # estimate; None: unknown
+    memory: MemoryPlan
     concessions: int  # 2 for recomputed layers, which cost more than a faster strategy gains; 1 for short rows
 
 
@@ -57,17 +54,17 @@ def _strategy(config: RunConfig) -> tuple[Strategy, str]:
     if world_size(config) == 1:
         return ALONE, "one process has nothing to divide"
     if config.hardware.generation is Generation.cpu:
-        return COPIED, "several ranks on a CPU, where FSDP does not run"
+        return COPIED, "FSDP does not run on CPUs"
     attempts: list[_Attempt] = []
     for strategy in FASTEST_ON_SEVERAL_NODES if config.hardware.num_nodes > 1 else FASTEST_ON_ONE_NODE:
         attempts.append(attempt := _try(config, strategy))
-        if attempt.fits and not attempt.refusals and not attempt.concessions:
+        if attempt.memory.fits and not attempt.refusals and not attempt.concessions:
             break  # the others are slower
     # Problems common to all strategies do not count against one; they are reported whichever is chosen.
     fewest = min(len(attempt.refusals) for attempt in attempts)
     allowed = [attempt for attempt in attempts if len(attempt.refusals) == fewest]
     # `min` takes the first of equals: the fastest of those with the fewest concessions.
-    fitting = [attempt for attempt in allowed if attempt.fits]
+    fitting = [attempt for attempt in allowed if attempt.memory.fits]
     chosen = min(fitting, key=lambda attempt: attempt.concessions) if fitting else allowed[-1]
     return chosen.strategy, "; ".join([_reason_for(chosen), *_reasons_against(attempts, chosen)])
 
@@ -77,30 +74,31 @@ def _try(config: RunConfig, strategy: Strategy) -> _Attempt:
     decisions = Decisions(replace(config, parallelism=_settings(config, strategy)))
     decide_passes(decisions)
     resolved = decisions.config
-    facts, checkpointing = known_facts(resolved), resolved.activation.checkpointing
+    checkpointing = resolved.activation.checkpointing
     row = resolved.packing.row_length or resolved.training.max_length
     is_short = checkpointing is Checkpointing.selective and row < SHORT_ROW_TOKENS
     return _Attempt(
         strategy=strategy,
         refusals=frozenset(problem.id for problem in check(resolved) if problem.is_error),
-        fits=tensors_fit(resolved),
-        total_gib=None if facts is None else estimate_memory(resolved, facts).total_gib,
+        memory=plan_memory(resolved),
         concessions=2 if checkpointing is Checkpointing.enabled else int(is_short),
     )
 
 
 def _reason_for(chosen: _Attempt) -> str:
-    reason = STRATEGIES[chosen.strategy].auto_reason
-    if chosen.fits is None or chosen.total_gib is None:
+    reason, memory = STRATEGIES[chosen.strategy].auto_reason, chosen.memory
+    if memory.fits:
+        return reason
+    if memory.total is None or memory.capacity is None:
         return f"{reason}; the memory or the model's size is not known, and this is the safe choice"
-    return f"{reason}: an estimated {gib_text(chosen.total_gib)} {'fit' if chosen.fits else 'do not fit'}"
+    return f"nothing that was tried is sure to fit; {reason} ({memory.verdict})"
 
 
 def _reasons_against(attempts: list[_Attempt], chosen: _Attempt) -> Iterator[str]:
     """Why faster strategies were not chosen, and which ones are refused."""
     for place, attempt in enumerate(attempts):
         if rules := sorted(attempt.refusals - chosen.refusals):
-            yield f"{attempt.strategy.name} is refused ({', '.join(rules)})"
-        elif place < attempts.index(chosen) and attempt.total_gib is not None:
-            slower = "would fit with slower passes only"
-            yield f"{attempt.strategy.name} {slower if attempt.fits else f'would take {gib_text(attempt.total_gib)}'}"
+            yield f"not {attempt.strategy.name} (refused: {', '.join(rules)})"
+        elif place < attempts.index(chosen) and attempt.memory.total is not None:
+            slower = "fits only with recomputed layers or short rows"
+            yield f"not {attempt.strategy.name} ({slower if attempt.memory.fits else attempt.memory.verdict})"

@@ -41,16 +41,16 @@ def decide_passes(decisions: Decisions) -> None:
 def _row_length(config: RunConfig) -> tuple[int, str]:
     length, group = config.training.max_length, config.parallelism.sequence_group_size
     if config.packing.mode is PackingMode.padded:
-        return length, "training.max_length: the longest a padded row can be"
+        return length, "training.max_length, the longest a padded row can be"
     if group > 1:
-        return -(-length // group) * group, f"the shortest row that holds every document and that {group} GPUs divide"
+        return -(-length // group) * group, f"the shortest row for every document that {group} GPUs can share"
     full = _FULL_COMPILED_ROW_TOKENS if config.model.compile_layers else attention_facts(config).full_row_tokens
     if full is None or config.hardware.generation is Generation.cpu:
-        return length, "training.max_length: the shortest row that holds every document"
+        return length, "training.max_length, the shortest row that holds every document"
     row = _longest_useful_row(config, full)
     if row == length:
-        return row, "training.max_length: a step fills no longer row, or none divides the batch and fits"
-    return row, f"{row // length} x training.max_length: a longer pass keeps the GPU busy, and is estimated to fit"
+        return row, "training.max_length; no longer row fits, divides the batch and is filled"
+    return row, f"{row // length} x training.max_length: long rows keep the GPU busy, and this one fits"
 
 
 def _longest_useful_row(config: RunConfig, full: int) -> int:
@@ -104,19 +104,22 @@ def _longest(config: RunConfig, rows: list[int], checkpointing: Checkpointing) -
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
     if config.packing.mode is PackingMode.padded:
-        return None, "the batch solver takes the largest that divides the batch evenly"
-    return 1, "one packed row has work enough for a GPU"
+        return None, "the largest that divides the batch evenly"
+    return 1, "one packed row keeps a GPU busy"
 
 
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     """The least recomputation that fits: whole layers cost up to a third of the speed, parts 1 to 3%."""
     if config.activation.mlp_tile_tokens is not None:
-        return Checkpointing.enabled, "MLPs are computed in tiles of layers that are recomputed"
+        return Checkpointing.enabled, "MLP tiles need recomputed layers"
     fits = tensors_fit(config, checkpointing=Checkpointing.disabled)
     if fits is None:
         return Checkpointing.enabled, "the memory or the model's size is not known, and this is the safe choice"
     if fits:
-        return Checkpointing.disabled, "all activations are estimated to fit, and nothing is computed twice"
+        return Checkpointing.disabled, "all activations fit, and nothing is computed twice"
     if config.model.compile_layers and tensors_fit(config, checkpointing=Checkpointing.selective):
-        return Checkpointing.selective, "not all activations fit, and recomputing parts of blocks costs 1 to 3%"
-    return Checkpointing.enabled, "the activations are estimated not to fit otherwise"
+        return (
+            Checkpointing.selective,
+            "not all activations fit; recomputing parts costs 1 to 3% of the speed",
+        )
+    return Checkpointing.enabled, "without it the activations do not fit"

@@ -107,7 +107,7 @@ def _note_unreached(decisions: Decisions) -> None:
     facts = decisions.config.model.facts
     if facts is not None and facts.measured is not None and (parts := unreached_of(facts)):
         number = f"{facts.measured.unreached_parameters:,} of {facts.num_parameters:,}"
-        why = f"text reaches none of these {number} parameters: they are not trained"
+        why = f"not trained: text does not reach these {number} parameters"
         decisions.choices.append(Choice(key="model.facts.unreached", value=", ".join(parts), why=why))
 
 
@@ -121,9 +121,9 @@ def _decide_precision(decisions: Decisions) -> None:
 def _compute(config: RunConfig) -> tuple[Compute, str]:
     """The base model's number format, or the nearest lossless one that the hardware computes."""
     generation, dtype = config.hardware.generation, read_dtype(config.model)
-    base = f"the base model is {dtype or 'of a dtype not known before it is loaded'}"
+    base = f"the base model is {dtype}" if dtype else "the base model's dtype is not known before it is loaded"
     if generation is Generation.cpu:
-        return Compute.fp32, f"{base}, and a CPU computes fp32 fastest"
+        return Compute.fp32, f"{base}, and CPUs compute fp32 fastest"
     if GENERATIONS[generation].has_bf16:
         return Compute.bf16, f"{base}, and {generation.name} computes bf16, which has fp32's range"
     if dtype == "float16":
@@ -138,13 +138,13 @@ def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
     weights in the same way, so only norms, biases and embeddings lose the three further bits of float16's mantissa.
     """
     if config.peft.method is PeftMethod.full:
-        return MasterWeights.fp32, "a weight in bf16 would lose updates that are small relative to it"
+        return MasterWeights.fp32, "in bf16, weights would lose small updates"
     if config.precision.compute is not Compute.bf16:
-        return MasterWeights.fp32, "bf16 weights are for products in bf16"
+        return MasterWeights.fp32, "bf16 weights are only used with bf16 compute"
     if read_dtype(config.model) not in ("bfloat16", "float16"):
         return MasterWeights.fp32, "the base model is not known to be published in 16 bits"
     if strategy_facts(config).is_zero:
-        return MasterWeights.fp32, "with bf16 weights DeepSpeed would compute with adapters in bf16, too"
+        return MasterWeights.fp32, "DeepSpeed would keep the adapters in bf16, too"
     return MasterWeights.bf16, "the frozen base takes half of fp32's memory; adapters are fp32"
 
 
@@ -152,4 +152,4 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
     name = config.hardware.generation.name
     if not GENERATIONS[config.hardware.generation].has_tf32:
         return Switch.disabled, f"{name} has no tf32"
-    return Switch.enabled, f"{name} computes fp32 products on tensor cores, with 10 bits of mantissa"
+    return Switch.enabled, f"{name} multiplies fp32 on tensor cores, with 10 bits of mantissa"

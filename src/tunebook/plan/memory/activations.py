@@ -92,7 +92,7 @@ def activations_of(config: RunConfig, *, accumulates: bool) -> Activations:
             "offloaded": found.offloaded,
         }
 
-    notice = "running a step of a few layers without memory to count its activations"
+    notice = "estimating activations from a step of a few layers, once for each configuration"
     found = answered("steps", [_built(config, mode), asdict(mode), shape], run, notice)
     moments = {Moment[name]: Bytes(*numbers) for name, numbers in found["at"].items()}
     return Activations(at=moments, offloaded=found["offloaded"])

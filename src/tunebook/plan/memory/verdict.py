@@ -1,9 +1,9 @@
 """Whether a run fits: the memory of one GPU or rank, and of one node's host, against what there is.
 
-One rule judges both. A run fits if its estimate with the margin and the overhead takes at most `USABLE_SHARE`. It does
-not fit if it takes more than everything even if the estimate is far too high. Between the two it is not known. The
-estimates come from `plan.memory` and `plan.memory.host`. If two optimizer steps were measured, their peak replaces a
-GPU's estimate (`record.measurement`); the parts stay estimates, since a measured peak does not show its parts.
+One rule judges both; `auto`, suggestions and refusals use it. What a run needs is its estimate with a margin. It fits
+if that takes at most `USABLE_SHARE` of the memory. It does not fit if the estimate alone is more than the memory.
+Between the two it is tight. If two optimizer steps were measured, their peak replaces a GPU's estimate
+(`record.measurement`); the parts stay estimates, since a measured peak does not show its parts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from tunebook.record.measurement import Measurement, recall_measurement
 MARGIN, WIDE_MARGIN = 0.04, 0.15
 # The rest is for other processes, the system and the page cache. The fullest runs on H200s had 83% to 86% of tensors.
 USABLE_SHARE = 0.94
-# Rows may be shorter than planned and the estimate too high. Refuse only above this multiple of the memory.
-SURELY_TOO_LARGE = 1.15
 # The CUDA context with torch's libraries: 781 MiB before the first tensor (pytorch#34323). NCCL's buffers: 544 MiB
 # between 2 GPUs, 688 MiB between more, on 4 A100 with NVLink (nccl#964).
 CUDA_CONTEXT_GIB, NCCL_GIB = 781 / 1024, 688 / 1024
@@ -45,9 +43,10 @@ class MemoryPlan:
 
     parts: dict[str, float | None]
     total: float | None = None  # at the peak; a host's parts do not all exist at once
+    margin: float = 0.0  # what a run may take more than `total`
     capacity: float | None
-    fits: bool | None  # None: unknown, or the estimate is too rough to say
-    verdict: str  # the verdict as a sentence, with its numbers
+    fits: bool | None  # None: tight, or unknown
+    verdict: str  # such as "fits: 57.5 of 80 GiB"
     measured: Measurement | None = None  # source of the total; None: it is estimated
     nvme_gib: float | None = None  # of a host: on its disk
 
@@ -57,8 +56,13 @@ class MemoryPlan:
         return None if self.total is None else self.total - (self.parts["overhead"] or 0.0)
 
     @property
-    def is_in_doubt(self) -> bool:
-        """Whether the estimate exists but is too close to the capacity for a verdict."""
+    def needed(self) -> float | None:
+        """The estimate with its margin: what the verdict compares with the capacity."""
+        return None if self.total is None else self.total + self.margin
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it may fit: the estimate does, and with its margin it does not."""
         return self.fits is None and self.total is not None and self.capacity is not None
 
     def to_json(self) -> dict[str, float | None]:
@@ -83,17 +87,11 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
         return _unknown([*_names(Estimate), "overhead"], capacity)
     accumulates = None if batch is None or batch.accumulation is None else batch.accumulation > 1
     estimate = estimate_memory(_with_rows_of(config, batch), facts, accumulates=accumulates)
-    tensors, margin = estimate.total_gib, margin_of(config)
-    overhead = _overhead_gib(config, tensors)
-    fits, verdict = _judge(
-        f"{gib_text(tensors)} of tensors, {margin:.0%} more at most, and {gib_text(overhead)} of overhead",
-        capacity,
-        "hardware.memory_gib",
-        most=(tensors * (1 + margin) + overhead) / USABLE_SHARE,
-        least=max(estimate.states_gib, tensors / SURELY_TOO_LARGE),
-    )
+    overhead = _overhead_gib(config, estimate.total_gib)
+    total, margin = estimate.total_gib + overhead, estimate.total_gib * margin_of(config)
+    fits, verdict = _judge(total, margin, capacity)
     parts = {**asdict(estimate), "overhead": overhead}
-    return MemoryPlan(parts=parts, total=tensors + overhead, capacity=capacity, fits=fits, verdict=verdict)
+    return MemoryPlan(parts=parts, total=total, margin=margin, capacity=capacity, fits=fits, verdict=verdict)
 
 
 def plan_host_memory(config: RunConfig, capacity: float | None) -> MemoryPlan:
@@ -102,18 +100,12 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> MemoryPlan:
     if facts is None:
         return _unknown(_names(HostBytes), capacity)
     found = host_bytes(config, facts)
-    peak, offload = found.peak / GIB, found.offload / GIB
-    is_cpu = config.hardware.generation is Generation.cpu  # its ranks are judged by `plan_memory`
-    fits, verdict = _judge(
-        f"{gib_text(peak)} of host memory at the peak, {MARGIN:.0%} more at most, {gib_text(offload)} of it offloaded",
-        capacity,
-        "hardware.host_memory_gib",
-        most=peak * (1 + MARGIN) / USABLE_SHARE,
-        least=offload if is_cpu else max(offload, peak / SURELY_TOO_LARGE),
-    )
+    peak = found.peak / GIB
+    fits, verdict = _judge(peak, peak * MARGIN, capacity, is_host=True)
     return MemoryPlan(
         parts={name: num_bytes / GIB for name, num_bytes in asdict(found).items()},
         total=peak,
+        margin=peak * MARGIN,
         capacity=capacity,
         fits=fits,
         verdict=verdict,
@@ -126,18 +118,23 @@ def _names(parts: type[Estimate | HostBytes]) -> list[str]:
 
 
 def _unknown(names: list[str], capacity: float | None) -> MemoryPlan:
-    verdict = "whether it fits is not known: nor are the model's layers, which take torch and transformers to look at"
+    verdict = "not known: the model is not on this machine (tunebook fetch downloads it), or torch is not installed"
     return MemoryPlan(parts=dict.fromkeys(names), capacity=capacity, fits=None, verdict=verdict)
 
 
-def _judge(numbers: str, capacity: float | None, key: str, *, most: float, least: float) -> tuple[bool | None, str]:
-    """Fits if `most` GiB are no more than the capacity; does not fit if `least` GiB are more."""
+def _judge(
+    total: float, margin: float, capacity: float | None, *, is_host: bool = False, usable: float = USABLE_SHARE
+) -> tuple[bool | None, str]:
+    """Whether an estimate fits, and the verdict with its numbers; None if it is tight, or the capacity is unknown."""
     if capacity is None:
-        return None, f"whether it fits is not known, since {key} is not set: {numbers}"
-    numbers = f"{numbers}, of {capacity:,g} GiB"
-    if least > capacity:
+        key = "hardware.host_memory_gib" if is_host else "hardware.memory_gib"
+        return None, f"not known: {gib(total + margin)} GiB, and {key} is not set"
+    numbers = f"{gib(total + margin)} of {capacity:,g} GiB{' of host memory' if is_host else ''}"
+    if total > capacity:
         return False, f"does not fit: {numbers}"
-    return (None, f"whether it fits is not known: {numbers}") if most > capacity else (True, f"fits: {numbers}")
+    if total + margin > usable * capacity:
+        return None, f"tight: {numbers} with a margin of {gib(margin)}"
+    return True, f"fits: {numbers}"
 
 
 def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
@@ -173,9 +170,9 @@ def tensors_fit(config: RunConfig, *, checkpointing: Checkpointing | None = None
     return None if plan.total is None or plan.capacity is None else plan.fits is True
 
 
-def gib_text(value: float) -> str:
-    """Format GiB for messages: one decimal, or two significant digits below 1 GiB."""
-    return f"{value:,.1f} GiB" if value >= 1 or value == 0 else f"{value:.2g} GiB"
+def gib(value: float) -> str:
+    """Format GiB: one decimal, or two significant digits below 1."""
+    return f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
 _EQUAL_ROWS = 0.98  # rows of at least this share of the measured length count as measured
@@ -202,15 +199,13 @@ def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Mea
     held besides tensors; the allocator may take less where there is less. Steps that ran out of memory have no peak:
     the numbers stay estimates. A process on a CPU records only its total memory, with its libraries.
     """
-    steps = f"two steps with rows of {measurement.row_length:,} tokens, measured on {measurement.date}"
     if measurement.ran_out is not None:
-        verdict = f"does not fit: {steps}, ended early: {measurement.ran_out}"
+        verdict = f"does not fit: two steps measured on {measurement.date} ended early: {measurement.ran_out}"
         return replace(estimated, fits=False, verdict=verdict, measured=measurement)
     peak = max(measurement.memory_gib)
     held = max([peak, *measurement.memory_reserved_gib, *measurement.memory_device_gib])
     is_cpu = config.hardware.generation is Generation.cpu
     tensors = max(0.0, peak - PROCESS_BYTES / GIB) if is_cpu else peak
-    numbers = f"{steps}, took {gib_text(tensors)} of tensors and {gib_text(held)} in all"
-    fits, verdict = _judge(numbers, estimated.capacity, "hardware.memory_gib", most=held, least=tensors)
+    fits, verdict = _judge(tensors, held - tensors, estimated.capacity, usable=1.0)
     parts = estimated.parts | {"overhead": held - tensors}
-    return replace(estimated, parts=parts, total=held, fits=fits, verdict=verdict, measured=measurement)
+    return replace(estimated, parts=parts, total=held, margin=0.0, fits=fits, verdict=verdict, measured=measurement)
