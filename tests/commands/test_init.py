@@ -45,7 +45,7 @@ def plan(name: str) -> str:
 
 def test_the_written_recipe_is_planned_as_the_printed_command_says() -> None:
     assert "  tunebook plan mine\n" in init("mine", "chats.jsonl", "model=smollm2_135m", "training.num_epochs=2")
-    assert "one optimizer step: 64 documents" in plan("mine")
+    assert "batch     64 documents a step" in plan("mine")
     config = compose("mine", []).config
     assert (config.title, config.dataset.path, config.training.num_epochs) == (
         "smollm2_135m on chats.jsonl", "chats.jsonl", 2,

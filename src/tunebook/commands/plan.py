@@ -131,7 +131,8 @@ def _show_longest(row: LongestRow | None, draft: Draft, console: Console) -> Non
 
 def _show_other_hardware(draft: Draft, console: Console) -> None:
     """On a machine without a GPU, print what to type for a plan on another."""
-    config = draft.config
-    if config.hardware.generation is Generation.cpu and draft.machine is not None and not draft.machine.gpus:
-        gpus = "" if strategy_facts(config).runs_on_one else " hardware.gpus_per_node=2"
+    assert draft.composition is not None
+    if draft.config.hardware.generation is Generation.cpu and draft.machine is not None and not draft.machine.gpus:
+        needs_one = strategy_facts(draft.composition.config).runs_on_one  # as typed: auto may choose another for two
+        gpus = "" if needs_one else " hardware.gpus_per_node=2"
         print_text(f"plan for another machine: hardware=hopper{gpus}", console)

@@ -106,7 +106,7 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
         message = f"{generation} is set, and this machine has {used[0].name} ({generations[0]})"
         return Problem(id="other-gpu-here", key=_KEY, message=message, fix="hardware.generation=auto")
     if num_gpus > len(machine.gpus):
-        message = f"{num_gpus} GPUs are asked for, and {len(machine.gpus)} are found here"
+        message = f"the run needs {num_gpus} GPUs, and this machine has {len(machine.gpus)}"
         fix = f"hardware.gpus_per_node={len(machine.gpus)}"
         return Problem(id="too-few-gpus-here", key="hardware.gpus_per_node", message=message, fix=fix)
     oldest = min(gpu.compute_capability for gpu in used)

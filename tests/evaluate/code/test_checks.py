@@ -18,6 +18,7 @@ from tunebook.errors import RequestError
 from tunebook.evaluate import worker
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
+from tunebook.launch.supervise import StopRequests
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def test_without_a_sandbox_a_training_is_refused_but_not_a_job_on_its_own_node(w
     evaluation = EvaluationConfig(tasks=["small_python"], before=when == "before", after=when == "after")
     config = cpu_run(evaluation=evaluation)
     (tmp_path / "run.yaml").write_text(config_to_yaml(config))
-    begun = attempt.Attempt(config=config, folder=tmp_path, lock=-1, console=Console())
+    requests = StopRequests()
+    begun = attempt.Attempt(config=config, folder=tmp_path, lock=-1, console=Console(), requests=requests)
     for refuse in (begun.carry_out, partial(preflight.check_sandbox, config)):
         with pytest.raises(RequestError) as raised:
             refuse()
