@@ -33,7 +33,7 @@ def test_a_repository_without_a_config_is_no_model(tmp_path: Path, monkeypatch: 
 
 def test_without_a_network_the_error_says_how_to_bring_the_model() -> None:
     for fetch in (fetch_config, fetch_weights, check_model):
-        with pytest.raises(RequestError, match="hf download organization/name --revision abc.*model=DIR") as caught:
+        with pytest.raises(RequestError, match=r"hf download organization/name --revision abc.*model=DIR") as caught:
             fetch(MODEL)
         assert caught.value.problem_id == "hub-out-of-reach"
     assert upload_problem() is not None
