@@ -1,4 +1,4 @@
-"""Tunebook as its users run it: real commands in processes of their own, in the checkout, writing elsewhere.
+"""Tunebook as its users run it: real commands in the checkout, in processes of their own or in forked ones.
 
 Files run side by side (`make test-system`), but for those whose tests share what they work on: `scope_of` says which.
 """
@@ -6,7 +6,9 @@ Files run side by side (`make test-system`), but for those whose tests share wha
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -49,11 +51,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # whose sums have one order, so that equa
 # The tests of these files evaluate, report and verify one run of the quickstart.
 ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.py", "test_readme.py")
 # Those of these files share nothing, so each goes to whichever process is free.
-SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py")
+SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py", "test_two_ranks.py")
 # What takes minutes begins first, and what takes seconds fills the gaps at the end.
-LONGEST_FIRST = ("docker", "quickstart", "test_two_ranks.py", "test_sweep.py", "test_same_loss.py",
-                 "test_golden.py", "test_other_architectures.py", "test_locks_online.py", "test_checkpoints.py",
-                 "test_export.py", "test_notebook.py", "test_loading.py", "test_code.py")  # fmt: skip
+LONGEST_FIRST = ("docker", "quickstart", "test_slurm.py", "test_ray.py", "test_sweep.py", "test_notebook.py",
+                 "test_checkpoints.py", "test_same_loss.py", "test_code.py", "test_two_ranks.py", "test_evaluation.py",
+                 "test_golden.py")  # fmt: skip
 
 
 def scope_of(name: str) -> str:
@@ -170,12 +172,19 @@ def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
-    """Start a command: `start(words, cwd=..., KEY=value...)`; data is prepared once for all of xdist's processes."""
+def inherited(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of every command; data is prepared once for all of xdist's processes."""
+    kept = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    path = f"{project_root / '.venv' / 'bin'}:{kept['PATH']}"
+    return kept | {"TUNEBOOK_CACHE": str(of_all_workers(tmp_path_factory) / "prepared"), "PATH": path}
+
+
+@pytest.fixture(scope="session")
+def start(
+    project_root: Path, inherited: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Running]]:
+    """Start a command: `start(words, cwd=..., KEY=value...)`."""
     folder = tmp_path_factory.mktemp("system")
-    inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
-    inherited["TUNEBOOK_CACHE"] = str(of_all_workers(tmp_path_factory) / "prepared")
-    inherited["PATH"] = f"{project_root / '.venv' / 'bin'}:{inherited['PATH']}"
     started: list[Running] = []
 
     def begin(words: list[str], cwd: Path = project_root, **environment: str) -> Running:
@@ -196,6 +205,31 @@ def run(start: Callable[..., Running]) -> Callable[..., Ended]:
         return start(words, **settings).wait(timeout_s)
 
     return to_its_end
+
+
+@pytest.fixture(scope="session")
+def run_forked(inherited: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ended]]:
+    """Run a `tunebook` command, or a program on several ranks, to its end in forked processes: see forked.py."""
+    folder, num_requests = tmp_path_factory.mktemp("forked"), 0
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "forked.py")], env=inherited | ONE_THREAD | {"DS_ACCELERATOR": "cpu"}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    ) as server:  # fmt: skip
+        assert server.stdin is not None and server.stdout is not None
+
+        def to_its_end(words: list[str], ranks: int = 0, **environment: str) -> Ended:
+            nonlocal num_requests
+            num_requests += 1
+            log = folder / f"request-{num_requests}.log"
+            log.touch()
+            request = {"words": words, "ranks": ranks, "environment": inherited | environment, "log": str(log)}
+            print(json.dumps(request), file=server.stdin, flush=True)
+            if not select.select([server.stdout], [], [], TRAINED_WITHIN_S)[0]:
+                os.killpg(server.pid, signal.SIGKILL)
+                pytest.fail(f"not ended after {TRAINED_WITHIN_S} s:\n{log.read_text(errors='replace')}")
+            return Ended(exit_code=int(server.stdout.readline()), output=log.read_text(errors="replace"))
+
+        yield to_its_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +263,7 @@ def read_run() -> Callable[[Path], Run]:
 
 
 @pytest.fixture(scope="session")
-def train_once(run: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def train_once(run_forked: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Train the quickstart's first steps: `train_once("parallelism=ddp", ..., OMP_NUM_THREADS="1")`.
 
     Equal requests, from any of xdist's processes, share one run. No test may change it: copy the folder first.
@@ -244,7 +278,7 @@ def train_once(run: Callable[..., Ended], tmp_path_factory: pytest.TempPathFacto
             done = outputs.with_suffix(".done")
             if not done.exists():
                 words = ["tunebook", "train", "quickstart", "evaluation=none", *overrides, f"outputs={outputs}"]
-                ended = run(words, timeout_s=TRAINED_WITHIN_S, **environment)
+                ended = run_forked(words, **environment)
                 assert ended.exit_code == 0, ended.output
                 assert "Traceback" not in ended.output
                 done.touch()

@@ -46,7 +46,7 @@ def test_two_ranks_record_what_they_saved(saved_by):
     assert (record.identity.strategy, record.identity.world_size, record.step) == ("ddp", 2, 15)
 
 
-def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, saved_by, tmp_path):
+def test_a_named_run_is_gone_back_in_to_the_same_bits(run_forked, read_run, saved_by, tmp_path):
     whole = saved_by("ddp")
     earlier = tmp_path / "earlier"
     shutil.copytree(whole.folder, earlier)
@@ -55,7 +55,7 @@ def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, saved_by, t
     content[-1] ^= 1
     file.write_bytes(content)
     words = command(tmp_path / "outputs", f"training.resume={earlier}")
-    ended = run(words, **ONE_THREAD)
+    ended = run_forked(words, **ONE_THREAD)
     assert ended.exit_code == 0, ended.output
     words = " ".join(ended.output.split())
     assert "checkpoint-20 is passed over: rng_state_1.pth is not what was written" in words
@@ -75,22 +75,22 @@ def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, saved_by, t
     ],
     ids=["config", "strategy", "ranks"],
 )
-def test_another_run_is_refused_before_anything_starts(run, saved_by, tmp_path, overrides, message):
-    ended = run(command(tmp_path, f"training.resume={saved_by('ddp').folder}", *overrides))
+def test_another_run_is_refused_before_anything_starts(run_forked, saved_by, tmp_path, overrides, message):
+    ended = run_forked(command(tmp_path, f"training.resume={saved_by('ddp').folder}", *overrides))
     assert ended.exit_code == 2, ended.output
     assert message in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_zero_resumes_with_the_written_hyperparameters_as_ddp_does(run, read_run, saved_by, tmp_path):
+def test_zero_resumes_with_the_written_hyperparameters_as_ddp_does(run_forked, read_run, saved_by, tmp_path):
     """DeepSpeed restores those of the checkpoint, and the clipping with them."""
     other = ["optimizer.learning_rate=4e-4", "optimizer.weight_decay=0.5", "optimizer.beta2=0.9"]
     other += ["training.max_grad_norm=0.05", "training.resume_anyway=[config]", "schedule.warmup_steps=5"]
     found = {}
     for strategy in ("ddp", "zero2"):
         resumed = f"training.resume={saved_by(strategy).folder / 'checkpoints' / 'checkpoint-15'}"
-        ended = run(command(tmp_path / strategy, f"parallelism={strategy}", resumed, *other), timeout_s=600)
+        ended = run_forked(command(tmp_path / strategy, f"parallelism={strategy}", resumed, *other))
         assert ended.exit_code == 0, ended.output
         assert "optimizer.learning_rate was 0.0012 and is 0.0004" in " ".join(ended.output.split())
         found[strategy] = read_run(tmp_path / strategy / "quickstart" / "latest")
@@ -110,10 +110,12 @@ PROOF = "code_of_a_checkpoint_ran"
 
 # bf16: DeepSpeed gathers small parameters in fp32 after a step, and would in bf16 in the first step of a resume.
 @pytest.mark.parametrize(("strategy", "overrides"), [("zero2", []), ("zero3", ["precision=bf16"])])
-def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, saved_by, tmp_path, strategy, overrides):
+def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(
+    run_forked, read_run, saved_by, tmp_path, strategy, overrides
+):
     of_zero = saved_by(strategy, *overrides)
     named = f"training.resume={of_zero.folder / 'checkpoints' / 'checkpoint-15'}"
-    ended = run(command(tmp_path, f"parallelism={strategy}", *overrides, named), timeout_s=600)
+    ended = run_forked(command(tmp_path, f"parallelism={strategy}", *overrides, named))
     assert ended.exit_code == 0, ended.output
     assert "complete.json proves that, but not who wrote it; files that would run code are refused" in ended.output
     assert read_run(tmp_path / "quickstart" / "latest").losses == of_zero.losses[15:]
@@ -121,13 +123,13 @@ def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, saved
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_with_another_number_of_ranks_the_losses_are_the_same_but_for_roundings(
-    run, read_run, saved_by, tmp_path, strategy
+    run_forked, read_run, saved_by, tmp_path, strategy
 ):
     """DeepSpeed cuts its shards anew."""
     whole = saved_by(strategy)
     words = [f"parallelism={strategy}", "hardware.gpus_per_node=1", "training.resume_anyway=[world_size]"]
     resumed = f"training.resume={whole.folder / 'checkpoints' / 'checkpoint-15'}"
-    ended = run(command(tmp_path, *words, resumed), timeout_s=600)
+    ended = run_forked(command(tmp_path, *words, resumed))
     assert ended.exit_code == 0, ended.output
     assert read_run(tmp_path / "quickstart" / "latest").losses == pytest.approx(whole.losses[15:], rel=1e-6)
 
@@ -140,7 +142,7 @@ def test_with_another_number_of_ranks_the_losses_are_the_same_but_for_roundings(
         ("global_step15/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),  # through DeepSpeed's universal checkpoint
     ],
 )
-def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, saved_by, tmp_path, name, ranks):
+def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run_forked, saved_by, tmp_path, name, ranks):
     checkpoint = tmp_path / "checkpoint-15"
     shutil.copytree(saved_by("zero2").folder / "checkpoints" / "checkpoint-15", checkpoint)
     content = torch.load(checkpoint / name, weights_only=False)
@@ -150,7 +152,7 @@ def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, sav
     (checkpoint / "complete.json").write_text(json.dumps(record))
     words = ["parallelism=zero2", f"hardware.gpus_per_node={ranks}"]
     words += ["training.resume_anyway=[world_size]"] if ranks == 1 else []
-    ended = run(command(tmp_path / "outputs", *words, f"training.resume={checkpoint}"), timeout_s=600)
+    ended = run_forked(command(tmp_path / "outputs", *words, f"training.resume={checkpoint}"))
     assert ended.exit_code == 4, ended.output
     assert f"{checkpoint / name} holds something that no checkpoint of a run needs" in ended.output
     assert not list(tmp_path.rglob(PROOF))
@@ -231,11 +233,10 @@ end.leave(0)
 """
 
 
-def test_fsdps_shards_are_resumed_and_run_no_code(run, layouts, tmp_path):
+def test_fsdps_shards_are_resumed_and_run_no_code(run_forked, layouts, tmp_path):
     (tmp_path / "resume.py").write_text(FSDP)
     base, folder = layouts.write_base(tmp_path / "base", layouts.TINY, "float32"), tmp_path / "shards"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = run([*torchrun, str(tmp_path / "resume.py"), str(base), str(folder), str(tmp_path / PROOF)])
+    ended = run_forked([str(tmp_path / "resume.py"), str(base), str(folder), str(tmp_path / PROOF)], ranks=2)
     assert ended.exit_code == 0, ended.output
     (models,), (optimizers,) = folder.glob("pytorch_model_fsdp_0"), folder.glob("optimizer*")
     for rank in (0, 1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def without_gathered(layouts: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_partitions_of_deepspeed_are_what_it_gathers(
-    run: Any, saved_by: Any, layouts: Any, tmp_path: Path, stage: int
+    run_forked: Any, saved_by: Any, layouts: Any, tmp_path: Path, stage: int
 ) -> None:
     folder = tmp_path / "quickstart" / "run"
     shutil.copytree(saved_by(f"zero{stage}").folder, folder)
@@ -74,22 +73,22 @@ def test_partitions_of_deepspeed_are_what_it_gathers(
     for name, tensor in gathered.items():
         assert torch.equal(partitions[name], tensor), name
     without_gathered(layouts, folder)
-    ended = run(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
+    ended = run_forked(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
     assert ended.exit_code == 0, ended.output
     assert "(ZeRO's partitions)" in ended.output
     assert "it equals the checkpoint bit for bit" in ended.output
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], gathered[name]) for name in found)
-    again = run(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
+    again = run_forked(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
     assert again.exit_code == 2
     assert "an export never writes over anything" in again.output
 
 
 def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
-    run: Any, saved_by: Any, tmp_path: Path
+    run_forked: Any, saved_by: Any, tmp_path: Path
 ) -> None:
     folder, out = saved_by("zero2").folder, tmp_path / "out"
-    ended = run(["tunebook", "export", str(folder), "--checkpoint", str(STEP), "--to", str(out)])
+    ended = run_forked(["tunebook", "export", str(folder), "--checkpoint", str(STEP), "--to", str(out)])
     assert ended.exit_code == 0, ended.output
     (tmp_path / "outputs").mkdir()
     words = [
@@ -102,7 +101,7 @@ def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
         "--outputs",
         str(tmp_path / "outputs"),
     ]
-    ended = run(words)
+    ended = run_forked(words)
     assert ended.exit_code == 0, ended.output
     record = json.loads(next((tmp_path / "outputs").rglob("eval-*.json")).read_text())
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -112,16 +111,15 @@ def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
         assert record["bound"][key] == manifest[key]
     with (out / "chat_template.jinja").open("a") as stream:
         stream.write("{{ 1 }}")
-    ended = run(words)
+    ended = run_forked(words)
     assert ended.exit_code == 4, ended.output
     assert "the chat template is not the one that the run quickstart/" in " ".join(ended.output.split())
 
 
-def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any, tmp_path: Path) -> None:
+def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run_forked: Any, layouts: Any, tmp_path: Path) -> None:
     (tmp_path / "shard.py").write_text(SHARD)
     base = layouts.write_base(tmp_path / "base", {}, "float32")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path)])
+    ended = run_forked([str(tmp_path / "shard.py"), str(base), str(tmp_path)], ranks=2)
     assert ended.exit_code == 0, ended.output
     for kind in ("full", "lora"):
         assert len(list((tmp_path / kind / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
@@ -131,7 +129,7 @@ def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any
     folder = layouts.write_run(tmp_path / "run", base, peft="lora")
     shutil.copytree(tmp_path / "lora", folder / "checkpoints" / "checkpoint-2")
     layouts.write_record(folder / "checkpoints" / "checkpoint-2")
-    ended = run(["tunebook", "export", str(folder), "--merge", "--to", str(tmp_path / "merged")])
+    ended = run_forked(["tunebook", "export", str(folder), "--merge", "--to", str(tmp_path / "merged")])
     assert ended.exit_code == 0, ended.output
     assert "FSDP's sharded checkpoint" in ended.output
     merged = load_file(tmp_path / "merged" / "model.safetensors")

@@ -25,12 +25,12 @@ def halved(train_once):
 
 
 @pytest.fixture(scope="module")
-def resumed(halved, run, read_run, tmp_path_factory):
+def resumed(halved, run_forked, read_run, tmp_path_factory):
     """Its second half once more, from that checkpoint."""
     outputs = tmp_path_factory.mktemp("outputs")
     words = ["tunebook", "train", "quickstart", "evaluation=none", *BIT_FOR_BIT, *ONE_RANK, f"outputs={outputs}"]
     checkpoint = halved.folder / "checkpoints" / f"checkpoint-{HALF}"
-    ended = run([*words, f"training.save_every_steps={HALF}", f"training.resume={checkpoint}"], **ONE_THREAD)
+    ended = run_forked([*words, f"training.save_every_steps={HALF}", f"training.resume={checkpoint}"], **ONE_THREAD)
     assert ended.exit_code == 0, ended.output
     return read_run(outputs / "quickstart" / "latest")
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -108,9 +105,9 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def loaded(
-    whole: Path, damaged: list[Path], tied: Path, tmp_path_factory: pytest.TempPathFactory
+    run_forked, whole: Path, damaged: list[Path], tied: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int], Loaded]:
-    """Load on so many ranks, once for each strategy: most of a start's time is importing."""
+    """Load on so many ranks, once for each strategy."""
 
     @functools.cache
     def load(strategy: str, ranks: int) -> Loaded:
@@ -118,14 +115,9 @@ def loaded(
         random = words(whole, strategy, ranks, "model.weights=random", "training.seed=7")
         models = [words(whole, strategy, ranks), words(tied, strategy, ranks), random]
         (folder / "request.json").write_text(json.dumps({"models": models, "refused": [*map(str, damaged)]}))
-        ended = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-             str(Path(__file__).with_name("loading_rank.py")), str(folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            timeout=900, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        ended = run_forked([str(Path(__file__).with_name("loading_rank.py")), str(folder)], ranks=ranks)
         lines = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
-        assert (ended.returncode, len(lines)) == (0, ranks), ended.stdout
+        assert (ended.exit_code, len(lines)) == (0, ranks), ended.output
         stored, tied_sums, drawn = ([line["sums"][model] for line in lines] for model in range(3))
         return Loaded(stored, [line["refused"] for line in lines], tied_sums, drawn)
 

@@ -35,9 +35,9 @@ def words(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_gpt2_is_planned_to_the_last_parameter(run: Any, folder: Path, tmp_path: Path) -> None:
+def test_gpt2_is_planned_to_the_last_parameter(run_forked: Any, folder: Path, tmp_path: Path) -> None:
     settings = {"TUNEBOOK_CACHE": str(tmp_path)}
-    ended = run(words(folder), timeout_s=300, **settings)
+    ended = run_forked(words(folder), **settings)
     assert ended.exit_code == 0, ended.output
     plan = json.loads(ended.output)
     assert plan["memory_gib"]["weights"] == pytest.approx(4 * PARAMETERS / 2**30, abs=0.0006)
@@ -47,13 +47,13 @@ def test_gpt2_is_planned_to_the_last_parameter(run: Any, folder: Path, tmp_path:
     # Read the second time, not made again: this number is nobody's but ours.
     answer["num_parameters"] = 1_000_000_000
     remembered.write_text(json.dumps(answer))
-    again = run(words(folder), timeout_s=120, **settings)
+    again = run_forked(words(folder), **settings)
     assert json.loads(again.output)["memory_gib"]["weights"] == pytest.approx(4e9 / 2**30, abs=0.001)
 
 
-def test_an_architecture_that_nobody_knows_is_an_error_in_words(run: Any, folder: Path, tmp_path: Path) -> None:
+def test_an_architecture_that_nobody_knows_is_an_error_in_words(run_forked: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"model_type": "gpt22"}))
-    ended = run(words(tmp_path), timeout_s=300, TUNEBOOK_CACHE=str(tmp_path / "cache"))
+    ended = run_forked(words(tmp_path), TUNEBOOK_CACHE=str(tmp_path / "cache"))
     assert ended.exit_code == 2
     (problem,) = json.loads(ended.output)["problems"]
     assert problem["id"] == "unknown-architecture"
@@ -105,10 +105,10 @@ def with_tower(request: Any, tmp_path_factory: pytest.TempPathFactory, project_r
     indirect=["with_tower"],
 )
 def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
-    run: Any, read_run: Any, with_tower: Path, tmp_path: Path, strategy: str
+    run_forked: Any, read_run: Any, with_tower: Path, tmp_path: Path, strategy: str
 ) -> None:
     """DDP waited for its gradients in vain; under ZeRO-3 the model was saved under names that no file has."""
-    ended = run([
+    ended = run_forked([
         *["tunebook", "train", "quickstart", f"outputs={tmp_path}", f"model={with_tower}"],
         *[f"parallelism={strategy}", "hardware=cpu", "hardware.gpus_per_node=2", "evaluation=none"],
         *["training.max_steps=3", "training.log_every_steps=1", "schedule.warmup_steps=0"],

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import NUM_STEPS, TRAINED_WITHIN_S
+from tests.system.conftest import NUM_STEPS
 from tunebook.files import read_json
 
 SAMPLES = 16  # documents of a step
@@ -30,12 +29,12 @@ def padded(ranks: int, accumulation: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def losses_of(run, read_run, tmp_path_factory):
+def losses_of(run_forked, read_run, tmp_path_factory):
     """Train; returns the run, whose strategy has been checked by its own record."""
 
     def train(strategy: str, ranks: int, *overrides: str):
         outputs = tmp_path_factory.mktemp("outputs")
-        ended = run(command(outputs, strategy, ranks, *overrides), timeout_s=TRAINED_WITHIN_S)
+        ended = run_forked(command(outputs, strategy, ranks, *overrides))
         assert ended.exit_code == 0, ended.output
         return read_run(outputs / "quickstart" / "latest")
 
@@ -92,7 +91,7 @@ def test_zero_in_bf16_computes_as_ddp_does(losses_of, stage):
     assert trained.losses == pytest.approx(ddp, rel=2e-3)
 
 
-def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(saved_by, start, tmp_path):
+def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(saved_by, run_forked, project_root, tmp_path):
     """fsdp on a CPU is refused by a rule. Past the rule, in the ranks, accelerate wraps DDP without a word."""
     folder = tmp_path / "run"
     shutil.copytree(saved_by("ddp").folder, folder, ignore=shutil.ignore_patterns("checkpoints"))
@@ -102,8 +101,7 @@ def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(saved_by, 
     for file in [*folder.glob("outcome-*.json"), folder / "metrics.jsonl"]:
         file.unlink()
     (folder / "run.yaml").write_text(asked)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = start([*words, "-m", "tunebook.train", str(folder)]).wait(TRAINED_WITHIN_S)
+    ended = run_forked([str(project_root / "src" / "tunebook" / "train" / "__main__.py"), str(folder)], ranks=2)
     outcomes = [json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in (0, 1)]
     assert [outcome["exit_code"] for outcome in outcomes] == [7, 7], ended.output
     assert "on rank 0 strategy fsdp was asked for and ddp found" in outcomes[1]["reason"]

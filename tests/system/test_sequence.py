@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -146,13 +145,12 @@ end.leave(0)
 
 
 @pytest.fixture
-def on_two(run, tmp_path):
+def on_two(run_forked, tmp_path):
     """What rank 0 of a program prints as JSON."""
 
     def found(program):
         (tmp_path / "program.py").write_text(program)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        ended = run([*torchrun, str(tmp_path / "program.py")])
+        ended = run_forked([str(tmp_path / "program.py")], ranks=2)
         assert ended.exit_code == 0, ended.output
         return json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
 

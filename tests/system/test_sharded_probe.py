@@ -6,8 +6,6 @@ accelerate leaves FSDP2 out on a CPU, so the model is sharded here as accelerate
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 PROGRAM = """
 import json
@@ -60,14 +58,13 @@ end.leave(0)
 """
 
 
-def test_documents_are_isolated_and_training_goes_on(tmp_path):
+def test_documents_are_isolated_and_training_goes_on(run_forked, tmp_path):
     """With a head that is tied to the embeddings, and with one of its own."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    tied, its_own = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    done = run_forked([str(program)], ranks=2)
+    assert done.exit_code == 0, done.output
+    tied, its_own = (json.loads(line) for line in done.output.splitlines() if line.startswith("{"))
     for found in (tied, its_own):
         assert found["moved"] <= found["alone"] <= 2.0**-8
         assert found["leaking"] > 0.1

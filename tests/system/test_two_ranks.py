@@ -114,7 +114,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [process for _, process in sorted(found)]
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, tmp_path, one_rank, rank_1_with):
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run_forked, read_run, tmp_path, one_rank, rank_1_with):
     words = command(tmp_path, *TWO_RANKS, "training.save_every_steps=2")
     running = start(words, **rank_1_with("time.sleep(1000)"))
     saved = latest(tmp_path) / "checkpoints" / "checkpoint-2" / "complete.json"
@@ -128,7 +128,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, t
     assert "rank 1 ended without recording a reason" in ended.output
     assert failed.checkpoints
 
-    assert run(words).exit_code == 0  # goes on after the last checkpoint
+    assert run_forked(words).exit_code == 0  # goes on after the last checkpoint
     finished = read_run(latest(tmp_path))
     assert finished.folder == failed.folder
     assert finished.losses == pytest.approx(one_rank.losses, rel=1e-5)
