@@ -110,7 +110,7 @@ test-system: setup  ## The tests that use the project as a whole, as its users d
 # Exit code 5: ARGS names tests of the other kind only.
 test-slow: setup  ## Those that take long and that few changes concern, for a nightly run
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(value ARGS) || test $$? = 5
-	$(SYSTEM_TESTS) -m "system and slow" $(value ARGS) || test $$? = 5
+	$(SYSTEM_TESTS) -m "system and slow" -n $(WORKERS) $(value ARGS) || test $$? = 5
 
 golden: setup  ## Write the files of tests/golden/ again, or those of ARGS="tests/golden/test_data.py"
 	.venv/bin/python -m tests.golden $(value ARGS)

@@ -1,7 +1,8 @@
 """Several nodes on one machine: hosts that are network namespaces, a Slurm and a Ray cluster on them, real ones.
 
-They need root and Debian's packages. Where they cannot be made their tests are skipped, except in CI. Much of their
-time is time-outs that pass, so files may run beside each other (`-n 3`), but for those of one cluster.
+They need root and Debian's packages. Where they cannot be made their tests are skipped, except in CI, which runs one of
+each launcher; `make test-slow ARGS="tests/system/cluster -n 3"` runs the others. Much of their time is time-outs that
+pass, so files may run beside each other, but for those of one cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +18,20 @@ from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 NUM_STEPS_COMPARED = 6
+IN_CI = (
+    "test_two_hosts_of_two_ranks_take_the_steps_of_one_rank",
+    "test_a_submitted_job_takes_the_steps_of_one_rank_and_evaluates",
+    "test_ctrl_c_saves_and_ends_a_cluster_of_its_own",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that CI leaves to the nightly run."""
+    for item in items:
+        if HERE in item.path.parents and item.name not in IN_CI:
+            item.add_marker("slow")
 
 
 def required(command: list[str], timeout_s: float, what: str) -> str:
@@ -142,11 +156,11 @@ def leaves_nothing(tmp_path: Path) -> Iterator[Callable[[float], None]]:
 
 @pytest.fixture(scope="session")
 def one_rank(
-    run: Callable[..., object], read_run: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
+    run_forked: Callable[..., object], read_run: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
 ) -> list[float]:
     """The losses of the quickstart's first steps in one process."""
     outputs = tmp_path_factory.mktemp("one-rank")
-    ended = run(train_words(outputs, steps=NUM_STEPS_COMPARED))
+    ended = run_forked(train_words(outputs, steps=NUM_STEPS_COMPARED))
     assert ended.exit_code == 0, ended.output
     losses: list[float] = read_run(outputs / "quickstart" / "latest").losses
     assert len(losses) == NUM_STEPS_COMPARED
