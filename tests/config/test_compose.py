@@ -9,7 +9,11 @@ from tunebook.config.book import book_root
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import FsdpConfig, SlurmConfig, ZeroConfig
+from tunebook.config.launchers import SlurmConfig
+from tunebook.config.schema import (
+    FsdpConfig,
+    ZeroConfig,
+)
 from tunebook.errors import RequestError
 
 

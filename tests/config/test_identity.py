@@ -23,8 +23,8 @@ from tunebook.config.identity import (
     result_settings,
 )
 from tunebook.config.keys import ABSENT
+from tunebook.config.launchers import LauncherConfig
 from tunebook.config.schema import (
-    LauncherConfig,
     ModelConfig,
     RunConfig,
     TrackingConfig,

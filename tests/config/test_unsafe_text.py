@@ -4,7 +4,8 @@ import pytest
 
 from tunebook.config.choices import LauncherName
 from tunebook.config.compose import compose
-from tunebook.config.schema import MixturePart, RayConfig, SlurmConfig
+from tunebook.config.launchers import RayConfig, SlurmConfig
+from tunebook.config.schema import MixturePart
 from tunebook.config.unsafe_text import (
     is_secret_name,
     require_printable,

@@ -18,7 +18,7 @@ import yaml
 from tests.golden.record import check, read
 from tunebook.config.book import find_recipes
 from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
-from tunebook.config.schema import SlurmConfig
+from tunebook.config.launchers import SlurmConfig
 from tunebook.hardware.detect import Machine
 from tunebook.launch.commands import launch_command, ranks_command
 from tunebook.launch.slurm import job_script

@@ -9,14 +9,12 @@ import pytest
 
 from tunebook.config.choices import Generation, LauncherName, Strategy
 from tunebook.config.frozen import plain_config
+from tunebook.config.launchers import LauncherConfig, RayConfig, SlurmConfig
 from tunebook.config.schema import (
     DatasetConfig,
     HardwareConfig,
-    LauncherConfig,
     ParallelismConfig,
-    RayConfig,
     RunConfig,
-    SlurmConfig,
 )
 
 _LAUNCHERS = {"local": LauncherConfig, "slurm": SlurmConfig, "ray": RayConfig}

@@ -11,6 +11,7 @@ import pytest
 
 from tunebook.config.choices import Generation, LauncherName, PackingMode, PeftMethod, Strategy, TrackerName
 from tunebook.config.frozen import plain_config
+from tunebook.config.launchers import SlurmConfig
 from tunebook.config.schema import (
     DatasetConfig,
     HardwareConfig,
@@ -20,7 +21,6 @@ from tunebook.config.schema import (
     ParallelismConfig,
     PeftSettings,
     RunConfig,
-    SlurmConfig,
     TrainingConfig,
 )
 from tunebook.data.batch import solve_batch

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tunebook.commands.preflight import require_machine
 from tunebook.config.choices import Generation
-from tunebook.config.schema import SlurmConfig
+from tunebook.config.launchers import SlurmConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.facts.strategies import strategy_facts
 from tunebook.launch.commands import launch_command, ranks_command, show_command, uses_srun

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
+from tunebook.config.launchers import RayConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, RulesError
 from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.fetch import require_tasks

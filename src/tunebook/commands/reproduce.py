@@ -17,8 +17,9 @@ from tunebook.commands.train import plan_job, prepare_data, run_job
 from tunebook.config.book import book_root
 from tunebook.config.frozen import typed_in
 from tunebook.config.identity import comparable_config, flat_differences
+from tunebook.config.launchers import SlurmConfig
 from tunebook.config.override_text import command_words, quoted, shell_command
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, require_same_inputs
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
 from tunebook.evidence.schema import read_evidence

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from tunebook.commands.attempt import Attempt
-from tunebook.config.schema import SlurmConfig
+from tunebook.config.launchers import SlurmConfig
 from tunebook.errors import StoppedError, TunebookError
 from tunebook.launch.local import load_shared_config
 from tunebook.launch.resume import is_trained

@@ -14,8 +14,9 @@ from rich.console import Console
 from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.identity import config_hash
+from tunebook.config.launchers import RayConfig
 from tunebook.config.override_text import command_words, shell_command
-from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job

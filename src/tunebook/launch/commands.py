@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from tunebook.config.choices import LauncherName
+from tunebook.config.launchers import SlurmConfig
 from tunebook.config.override_text import shell_command
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.launch.container import in_container, is_contained
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.slurm import JOB_SCRIPT, output_pattern, submit_command

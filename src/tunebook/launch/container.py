@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tunebook.config.book import book_root, is_in_book, is_task_file, resolve_path
 from tunebook.config.choices import ContainerRuntime, Generation
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.launchers import SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.files import CACHE_VARIABLE, cache_root
 from tunebook.processes import ENDS_WITH_INPUT

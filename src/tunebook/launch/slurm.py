@@ -21,8 +21,9 @@ from typing import TypeVar
 from rich.console import Console
 
 from tunebook.config.choices import Generation
+from tunebook.config.launchers import SlurmConfig
 from tunebook.config.override_text import shell_command
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text

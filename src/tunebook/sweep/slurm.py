@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from tunebook.checkpoint.verify import newest_checkpoint
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.launchers import SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.slurm import (

@@ -13,7 +13,12 @@ from tests.evaluate.conftest import cpu_run
 from tunebook.commands import attempt, preflight
 from tunebook.config.choices import LauncherName
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.schema import CodeConfig, EvaluationConfig, ModelConfig, SlurmConfig
+from tunebook.config.launchers import SlurmConfig
+from tunebook.config.schema import (
+    CodeConfig,
+    EvaluationConfig,
+    ModelConfig,
+)
 from tunebook.errors import RequestError
 from tunebook.evaluate import worker
 from tunebook.evaluate.code.code_task import apply_overrides

@@ -19,7 +19,11 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.compose import compose
-from tunebook.config.schema import FsdpConfig, SlurmConfig, ZeroConfig
+from tunebook.config.launchers import SlurmConfig
+from tunebook.config.schema import (
+    FsdpConfig,
+    ZeroConfig,
+)
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
 

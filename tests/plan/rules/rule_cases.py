@@ -25,12 +25,11 @@ from tunebook.config.choices import (
     TrainOn,
     Weights,
 )
+from tunebook.config.launchers import RayConfig, SlurmConfig
 from tunebook.config.schema import (
     FsdpConfig,
     MixturePart,
     ParallelismConfig,
-    RayConfig,
-    SlurmConfig,
     ZeroConfig,
 )
 

@@ -22,8 +22,9 @@ from tunebook.config.choices import (
     Switch,
     TrackerName,
 )
+from tunebook.config.launchers import SlurmConfig
 from tunebook.config.model_facts import LayerFacts
-from tunebook.config.schema import SlurmConfig, ZeroConfig
+from tunebook.config.schema import ZeroConfig
 from tunebook.errors import RequestError
 from tunebook.facts.generations import GENERATIONS, capability_text
 from tunebook.hardware.image import IMAGE_FILE_VARIABLE

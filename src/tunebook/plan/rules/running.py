@@ -9,7 +9,8 @@ from dataclasses import asdict
 from tunebook.config.book import is_task_file, resolve_path
 from tunebook.config.choices import RESUME_WORDS, LauncherName
 from tunebook.config.keys import texts_of
-from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
+from tunebook.config.launchers import LauncherConfig, RayConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.config.unsafe_text import shown
 from tunebook.plan.rules.frame import Finding, rule
 
