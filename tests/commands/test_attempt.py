@@ -11,11 +11,7 @@ from tunebook.commands.attempt import Attempt
 from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.frozen import plain_config
 from tunebook.config.launchers import RayConfig
-from tunebook.config.schema import (
-    DatasetConfig,
-    EvaluationConfig,
-    HardwareConfig,
-)
+from tunebook.config.schema import DatasetConfig, EvaluationConfig, HardwareConfig
 from tunebook.errors import DataError, StoppedError, TunebookError
 from tunebook.launch.supervise import ProcessEnd, StopRequests
 from tunebook.record.run_folder import FINISHED, RUN_FILE

@@ -10,10 +10,7 @@ from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.launchers import SlurmConfig
-from tunebook.config.schema import (
-    FsdpConfig,
-    ZeroConfig,
-)
+from tunebook.config.schema import FsdpConfig, ZeroConfig
 from tunebook.errors import RequestError
 
 

@@ -24,12 +24,7 @@ from tunebook.config.identity import (
 )
 from tunebook.config.keys import ABSENT
 from tunebook.config.launchers import LauncherConfig
-from tunebook.config.schema import (
-    ModelConfig,
-    RunConfig,
-    TrackingConfig,
-    ZeroConfig,
-)
+from tunebook.config.schema import ModelConfig, RunConfig, TrackingConfig, ZeroConfig
 from tunebook.files import sha256_text
 from tunebook.plan.architecture import with_layers
 

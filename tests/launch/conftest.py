@@ -10,12 +10,7 @@ import pytest
 from tunebook.config.choices import Generation, LauncherName, Strategy
 from tunebook.config.frozen import plain_config
 from tunebook.config.launchers import LauncherConfig, RayConfig, SlurmConfig
-from tunebook.config.schema import (
-    DatasetConfig,
-    HardwareConfig,
-    ParallelismConfig,
-    RunConfig,
-)
+from tunebook.config.schema import DatasetConfig, HardwareConfig, ParallelismConfig, RunConfig
 
 _LAUNCHERS = {"local": LauncherConfig, "slurm": SlurmConfig, "ray": RayConfig}
 

@@ -19,10 +19,7 @@ from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.launchers import SlurmConfig
 from tunebook.config.model_facts import ARCHITECTURE_FILE
 from tunebook.config.override_text import command_words
-from tunebook.config.schema import (
-    RunConfig,
-    world_size,
-)
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE

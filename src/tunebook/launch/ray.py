@@ -24,10 +24,7 @@ import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.launchers import RayConfig
-from tunebook.config.schema import (
-    RunConfig,
-    world_size,
-)
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError, counted
 from tunebook.launch.commands import DIES_WITH_PARENT, RANK
 from tunebook.launch.local import load_shared_config, refuse_other_node

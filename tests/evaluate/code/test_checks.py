@@ -14,11 +14,7 @@ from tunebook.commands import attempt, preflight
 from tunebook.config.choices import LauncherName
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.launchers import SlurmConfig
-from tunebook.config.schema import (
-    CodeConfig,
-    EvaluationConfig,
-    ModelConfig,
-)
+from tunebook.config.schema import CodeConfig, EvaluationConfig, ModelConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import worker
 from tunebook.evaluate.code.code_task import apply_overrides

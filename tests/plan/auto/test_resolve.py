@@ -20,10 +20,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.compose import compose
 from tunebook.config.launchers import SlurmConfig
-from tunebook.config.schema import (
-    FsdpConfig,
-    ZeroConfig,
-)
+from tunebook.config.schema import FsdpConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
 

@@ -26,12 +26,7 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.launchers import RayConfig, SlurmConfig
-from tunebook.config.schema import (
-    FsdpConfig,
-    MixturePart,
-    ParallelismConfig,
-    ZeroConfig,
-)
+from tunebook.config.schema import FsdpConfig, MixturePart, ParallelismConfig, ZeroConfig
 
 from ..memory.layers import measured as traced
 
