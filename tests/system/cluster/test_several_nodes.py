@@ -59,7 +59,7 @@ def test_two_hosts_of_two_ranks_take_the_steps_of_one_rank(start_pair, read_run,
     assert run.losses == pytest.approx(one_rank, rel=1e-5)
     assert run.status["state"] == "finished"
     assert "launcher.node_rank=N launcher.master_address=node3" in first.output
-    assert "node 1: starts its ranks" in second.output
+    assert "node 1: starting its ranks" in second.output
     leaves_nothing()
 
 
