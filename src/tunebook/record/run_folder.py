@@ -124,6 +124,9 @@ def resolve_run(text: str, outputs: Path) -> Path:
             return folder.resolve()
         if (newest := latest_run(folder.parent, folder.name)) is not None:
             return newest
+    if text == LATEST:
+        message = f"there is no run in {outputs}: tunebook train makes one, --outputs DIR names another folder"
+        raise RequestError(message, problem_id="unknown-run")
     runs = [str(run.relative_to(outputs)) for run in reversed(find_runs(outputs))]
     recipes = sorted({run.partition("/")[0] for run in runs})
     listed = f"The newest runs are {', '.join(runs[:_NUM_RUNS_LISTED])}." if runs else f"There is none in {outputs}."
