@@ -37,8 +37,9 @@ plan:  ## What RECIPE would take: batch, memory per GPU, time; ARGS=--json for p
 data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
 doctor:  ## Check driver, image, torch, NCCL, links, shared memory and disks, and RECIPE on them; ARGS=--json for programs
+# A file of data in ARGS takes the place of a recipe, unless one is typed, too.
 train plan data sweep doctor:
-	$(FRONT) run $@ $(RECIPE) $(value ARGS)
+	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(filter %.jsonl %.json %.csv %.parquet,$(value ARGS)),,$(RECIPE))) $(value ARGS)
 
 # ARGS may name what RECIPE names, so RECIPE is passed only if it is typed, or if nothing is.
 fetch:  ## Download what RECIPE needs, to work without a network later; only a suite's data: ARGS=suite=leaderboard
@@ -57,7 +58,7 @@ eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another:
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)
 
-explain:  ## What a setting, a group or a rule means: ARGS=training.max_length; without ARGS, which there are
+explain:  ## What a setting, a group or a rule means: ARGS=training.max_length; without ARGS, the list of all
 	$(FRONT) run explain $(or $(value ARGS),all)
 
 env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this

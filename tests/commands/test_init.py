@@ -74,6 +74,8 @@ def test_any_file_name_is_read_back_as_it_was_typed(name: str) -> None:
     [
         ((), "init-incomplete"),
         (("mine",), "init-incomplete"),
+        (("mine", "chats.jsonl"), "init-incomplete"),
+        (("mine", "model=quickstart"), "init-incomplete"),
         (("mine", "boolq", "model=qwen25_05"), "unknown-recipe"),
         (("mine", "chats.jsonl", "model=qwen25_05"), "unknown-choice"),
         (("mine", "chat.jsonl", "model=quickstart"), "data-file-not-found"),

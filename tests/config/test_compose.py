@@ -139,6 +139,11 @@ def test_names_of_a_mapping_are_added_and_an_empty_one_removes_them():
     assert composed("model.facts.config={head_dim: 64}").model.facts.config == {"head_dim": 64}
 
 
+def test_a_model_may_be_named_by_its_keys_alone():
+    model = composed("model.name=a/b", recipe=None).model
+    assert (model.name, model.path) == ("a/b", None)
+
+
 def test_mixture_parts_are_the_users_own_names():
     parts = composed("dataset=mixture", "dataset.parts.chat.path=a.jsonl", "dataset.parts.chat.weight=2").dataset.parts
     assert (parts["chat"].path, parts["chat"].weight) == ("a.jsonl", 2.0)

@@ -145,6 +145,12 @@ def hub_folder(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_file_for_testing_is_not_trained_on_with_its_folder(tmp_path: Path, hub_folder: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, DatasetConfig(path=str(hub_folder)))
+    assert caught.value.problem_id == "data-held-out-file"
+
+
 def test_a_folder_in_the_layout_of_the_hub_and_its_bad_rows_and_files(tmp_path: Path, hub_folder: Path) -> None:
     config = DatasetConfig(source=Source.hub, name=str(hub_folder), validation_split="test")
     corpus = load(tmp_path, config)

@@ -19,6 +19,7 @@ from tunebook.evaluate.target import (
     bare_config,
     choose_run,
     find_target,
+    names_model,
     results_folder,
 )
 from tunebook.hardware.detect import Gpu, Machine
@@ -36,6 +37,15 @@ def test_a_run_is_found_by_folder_recipe_time_and_latest(run: Path, outputs: Pat
     model = model_folder(run / "model")
     for text in (str(run), "tiny", f"tiny/{run.name}", "latest", str(outputs / "tiny")):
         assert find_target(text, outputs) == Target(run=run, folder=model), text
+
+
+@pytest.mark.parametrize(
+    ("word", "is_name"),
+    [("tiny", True), ("latest", True), ("quikstart", True), ("org/name", True), ("Hello", False), ("What?", False),
+     ("\u4e2d" * 120, False)],
+)  # fmt: skip
+def test_the_first_word_of_a_chat_may_name_a_model(run: Path, outputs: Path, word: str, is_name: bool) -> None:
+    assert names_model(word, outputs) == is_name
 
 
 def test_a_model_that_is_not_what_its_run_wrote_is_refused_however_it_is_named(run: Path, outputs: Path) -> None:

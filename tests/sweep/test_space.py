@@ -40,6 +40,8 @@ def test_a_grid_is_every_combination_and_the_last_key_changes_fastest() -> None:
     ]
     assert space.overrides(space.grid()[2]) == ["training.max_length=99", "optimizer.learning_rate=0.2", "s=1"]
     assert title_of(space.grid()[2]) == "optimizer.learning_rate=0.2 s=1"
+    words = ["training.seed=1,2", "dataset.system_prompt=Be brief; be kind"]  # a text that Hydra's grammar lacks
+    assert len(read_space(words, is_search=False).grid()) == 2
 
 
 @pytest.mark.parametrize(

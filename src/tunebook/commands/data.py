@@ -22,7 +22,8 @@ def show_data(
     keys = ("model=", "model.name=", "model.path=")
     if recipe is None and not any(word.startswith(keys) for word in overrides):
         overrides = [*_QUICKSTART, *overrides]
-        print_text("no model is named: tokens are the quickstart's, about twice as many as another's", console)
+        note = "no model is named: the quickstart's tokenizer counts, which makes about twice as many tokens as others"
+        print_text(note, console)
     job = plan_job(recipe, [*overrides], [*recipes_dirs])
     for warning in job.problems:
         if warning.key.startswith("dataset."):

@@ -11,11 +11,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from tunebook.config.book import OWN_RECIPES, users_folders
+from tunebook.config.choices import Source
 from tunebook.config.compose import compose, parse_overrides
 from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import GROUPS
 from tunebook.data.files import missing_files
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import RequestError, TunebookError, first_line
 from tunebook.files import atomic_write_text
 from tunebook.terminal import print_text
 
@@ -44,13 +45,29 @@ def init_command(
         )
     if file.exists():
         raise RequestError(f"{file} exists already; type another name, or remove it", problem_id="recipe-exists")
-    text = recipe_text(name, base, overrides)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(file, text)
+    composition = compose(base, overrides, recipes_dirs)
+    config, chosen = composition.config, composition.groups
+    if config.model.name is None and config.model.path is None:
+        raise RequestError("no model is named: add model=ORG/NAME or model=FOLDER", problem_id="init-incomplete")
+    if config.dataset.source is Source.files and config.dataset.path is None:
+        raise RequestError(
+            "no data is named: add a file, such as chats.jsonl, or a folder", problem_id="init-incomplete"
+        )
+    if missing := missing_files(config.dataset):
+        raise missing
+    model = chosen.get("model") or config.model.name or config.model.path
+    title = f"Built on {base}" if base else f"{model} on {config.dataset.path or chosen['dataset']}"
+    text = recipe_text(name, base, overrides, title)
     try:
-        data = compose(name, [], recipes_dirs).config.dataset
-        if missing := missing_files(data):
-            raise missing
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, text)
+    except OSError as error:
+        raise RequestError(
+            f"{file} cannot be written: {first_line(error)}; name another folder with --recipes-dir DIR",
+            problem_id="recipe-not-written",
+        ) from error
+    try:
+        compose(name, [], recipes_dirs)
     except TunebookError:
         file.unlink()
         raise
@@ -60,7 +77,7 @@ def init_command(
     return file
 
 
-def recipe_text(name: str, base: str | None, overrides: list[str]) -> str:
+def recipe_text(name: str, base: str | None, overrides: list[str], title: str) -> str:
     """The recipe as YAML: the base, the choices, and the other settings."""
     choices: dict[str, str] = {}
     body: Any = OmegaConf.create()
@@ -71,8 +88,6 @@ def recipe_text(name: str, base: str | None, overrides: list[str]) -> str:
         else:
             OmegaConf.update(body, key, value)
     settings: Any = OmegaConf.to_container(body)
-    on = (settings.get("dataset") or {}).get("path") or choices.get("dataset")
-    title = f"Built on {base}" if base else f"{choices.get('model')} on {on}"
     defaults = [*([base] if base else []), *({f"override /{group}": choice} for group, choice in choices.items())]
     return (
         "# @package _global_\n"

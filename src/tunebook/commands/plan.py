@@ -77,7 +77,7 @@ def plan_command(
         show_launch(draft, console, folder or Path(draft.config.outputs) / run_name(draft.config) / "<time>")
         if suggested:
             found = any(tried.fits for tried in suggested.values())
-            title = "What would fit, to be typed after the same words:"
+            title = "What would fit, added to the same command:"
             print_text(title if found else "Nothing that was tried fits; the least memory takes:", console)
             show_plans(suggested, console)
         _show_other_hardware(draft, console)

@@ -139,8 +139,8 @@ def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console:
 def _recipe_of(run: RunFacts) -> str:
     if run.config.recipe is None:
         raise RequestError(
-            f"{run.record.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml "
-            "and train that, or compare it with another run: tunebook diff RUN RUN",
+            f"{run.record.folder} has no recipe, and evidence belongs to one: write one (tunebook init NAME, with the "
+            "same overrides) and train that, or compare it with another run: tunebook diff RUN RUN",
             problem_id="evidence-without-recipe",
         )
     return run.config.recipe

@@ -135,9 +135,9 @@ def recipe_file(name: str, named: list[Path]) -> Path:
         raise RequestError(f"there is no recipe {file}; `tunebook list` shows the recipes", problem_id="unknown-recipe")
     recipes = find_recipes(named)
     if name not in recipes:
+        hint = did_you_mean(name, recipes) or (f" For a model type model={name}." if "/" in name else "")
         raise RequestError(
-            f"'{name}' is no recipe and no file or folder of data.{did_you_mean(name, recipes)} `tunebook list` shows "
-            "the recipes",
+            f"'{name}' is no recipe and no file or folder of data.{hint} `tunebook list` shows the recipes",
             problem_id="unknown-recipe",
         )
     return recipes[name]

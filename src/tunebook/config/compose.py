@@ -70,7 +70,7 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
         else:
             layers.append(Layer(place=place, values=_nested(key, value), typed=text))
     model, place = choices.get("model", ("", ""))
-    own_model = model_keys(model) if model not in group_choices("model") else None
+    own_model = None if model in group_choices("model") else model_keys(model) if model else {}
     if own_model is not None:  # below a recipe's own values, as the file of a choice is
         layers.insert(0, Layer(place=place, values={"model": own_model}))
     of_book = {group: made for group, made in choices.items() if group != "model" or own_model is None}
@@ -79,7 +79,7 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
         raise all_of(wrong)
     words = [f"{group}={choice}" for group, (choice, _) in of_book.items()]
     tree, groups = _compose_groups(book_root(), frozenset(words))
-    if own_model is not None:
+    if own_model:
         groups = groups | {"model": model}
     config = _typed(_merged(tree, layers, groups), layers)
     config.recipe = recipe

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from tunebook.config.foreign import instead_of
 from tunebook.config.keys import ABSENT, all_keys, settings_of, value_at
-from tunebook.config.override_text import as_typed
+from tunebook.config.override_text import as_typed, shell_command
 from tunebook.config.recipe_files import group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS
 from tunebook.errors import RequestError, did_you_mean, first_line, nearest
@@ -49,7 +50,11 @@ def unknown_choice(group: str, choice: str, place: str) -> RequestError:
     if group == "model":
         missing = f"'{choice}' is no model of the book, no folder and no ORG/NAME of the hub"
     hint = did_you_mean(choice, group_choices(group), f"All choices: tunebook explain {group}")
-    message = instead_of(group, choice, missing=missing) or f"{missing}.{hint}"
+    message = f"{missing}.{hint}"
+    if group == "dataset" and (Path(choice).suffix or Path(choice).exists()):
+        message = f"{missing}; a file or folder is typed without a key: {shell_command([choice])}"
+    elif nearest(choice, group_choices(group)) is None:
+        message = instead_of(group, choice, missing=missing) or message
     return RequestError(f"{place}: {message}", problem_id="unknown-choice")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def find_files(text: str, key: str) -> list[DataFile]:
     pattern = resolve_path(text)
     if pattern.is_dir():
         paths = _documents_in(pattern)
+        _refuse_held_out(paths, key)
     else:
         matches = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
         paths = sorted(Path(match) for match in matches if Path(match).is_file())
@@ -87,6 +89,18 @@ def hash_folder(folder: Path) -> str:
         if path.is_file() and not any(part.startswith(".") for part in relative.parts):
             total.update(f"{relative.as_posix()}\0{sha256_file(path)}\n".encode())
     return total.hexdigest()
+
+
+def _refuse_held_out(paths: list[Path], key: str) -> None:
+    """Refuse a folder of several files of which one, by its name, is not meant to be trained on."""
+    held_out = next((path for path in paths if re.match(r"(test|val|valid|validation|dev|eval)\b", path.stem)), None)
+    if held_out is not None and len(paths) > 1:
+        other = next(path for path in paths if path != held_out)
+        raise DataError(
+            f"{key}: by its name {held_out} is not for training; type the file to train on and the one to validate "
+            f"on: dataset.path={other} dataset.validation_path={held_out}",
+            problem_id="data-held-out-file",
+        )
 
 
 def _documents_in(folder: Path) -> list[Path]:

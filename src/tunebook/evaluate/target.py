@@ -6,6 +6,7 @@ folder.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from tunebook.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, nearest
 from tunebook.facts.generations import GENERATIONS
 from tunebook.files import read_json
 from tunebook.hardware.detect import detect_machine
@@ -41,6 +42,8 @@ from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
 EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
+_MISTYPED = 0.8  # likeness of a recipe's name with a letter wrong
+_LONGEST_NAME_BYTES = 255  # of a file on Linux
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -60,11 +63,12 @@ class Target:
 
 
 def names_model(word: str, outputs: Path) -> bool:
-    """Whether a word of a chat is the name of a run or recipe, or a path or hub name, which have a slash."""
-    if not re.fullmatch(r"\S+", word):
+    """Whether the first word of a chat is the name of a run or recipe, or a path or hub name, which have a slash."""
+    if not re.fullmatch(r"\S+", word) or len(os.fsencode(word)) > _LONGEST_NAME_BYTES:
         return False
-    is_run_name = word == LATEST or word in find_recipes([]) or bool(find_runs(outputs, word))
-    return is_run_name or "/" in word or Path(word).is_dir()
+    is_run_name = word == LATEST or bool(find_runs(outputs, word))
+    is_recipe = nearest(word, find_recipes([]), least_alike=_MISTYPED) is not None
+    return is_run_name or is_recipe or "/" in word or Path(word).exists()
 
 
 def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:

@@ -79,8 +79,7 @@ def _parse(word: str) -> Override:
     try:
         override: Override = OverridesParser.create().parse_override(word)
     except HydraException:
-        parse_overrides([word])  # raises the same error with what to type
-        raise
+        return parse_overrides([word])[0]  # a text that Hydra's grammar lacks, or an error with what to type
     return override
 
 

@@ -12,7 +12,7 @@ from tunebook.errors import RequestError
 from tunebook.plan.rules.frame import Finding, rule
 
 
-@rule("dataset-source", fix="a file or folder of documents as a word, or dataset=hub dataset.name=ORG/NAME")
+@rule("dataset-source", fix="type a file such as chats.jsonl, or a folder, or dataset=hub dataset.name=ORG/NAME")
 def dataset_source(config: RunConfig) -> Iterator[Finding]:
     """Require the field that says where the documents of the data set, and of a mixture's parts, are.
 
