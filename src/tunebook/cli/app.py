@@ -387,12 +387,15 @@ def _end_with(error: TunebookError, errors: Console) -> NoReturn:
 def _usage_error(error: Any) -> RequestError:
     """An error of Typer about the words of a command, in our style."""
     from tunebook.config.foreign import instead_of
+    from tunebook.config.schema import GROUPS
 
     message = error.format_message().rstrip(".")
     if hasattr(error, "possibilities"):  # an unknown option
         setting = error.option_name.lstrip("-").replace("-", "_")
-        hint = did_you_mean(error.option_name, error.possibilities or [])
         instead = instead_of(setting) or "a setting is typed without dashes, such as training.seed=1"
+        if setting in GROUPS:
+            instead = f"it is typed without dashes: {setting}=VALUE"
+        hint = did_you_mean(error.option_name, error.possibilities or []) if setting not in GROUPS else ""
         message = f"there is no option '{error.option_name}'{f'.{hint}' if hint else f'; {instead}'}"
     elif error.ctx is not None and "Did you mean" not in message:
         message += f". Help: {error.ctx.command_path} --help"

@@ -68,9 +68,9 @@ class ModelConfig:
     eos_token: str | None = None  # the token that ends a text; null takes the tokenizer's own
     trust_remote_code: bool = False  # runs code from the model's repository
     liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
-    # torch.compile of each transformer block; null: where it was seen working
+    # torch.compile of each transformer block; null: where it was tested
     compile_layers: bool | None = None
-    # Compute the output head's gradients together with its logits, in tiles of tokens; null: where it was seen working
+    # Compute the output head's gradients together with its logits, in tiles of tokens; null: where it was tested
     one_pass_head: bool | None = field(default=None, metadata=_SAME_LOSS)
     # Stretch rotary positions this many times by YaRN, for documents longer than the model has positions for; null:
     # positions as published

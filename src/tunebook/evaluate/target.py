@@ -42,7 +42,7 @@ from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
 EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
-_MISTYPED = 0.8  # likeness of a recipe's name with a letter wrong
+_MISTYPED = 0.8  # similarity of a recipe name with a wrong letter
 _LONGEST_NAME_BYTES = 255  # of a file on Linux
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

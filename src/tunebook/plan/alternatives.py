@@ -26,7 +26,7 @@ _UNIT_TOKENS = 128  # rows are multiples of this for each GPU that shares them
 
 
 def suggest(draft: Draft) -> dict[str, Draft]:
-    """Return the changes that fit, as they are typed after the same words; if none does, the one with the least memory.
+    """Return the changes that fit, to be added to the same command; if none does, the one with the least memory.
 
     Those that are refused, or change nothing, are skipped. `draft` has a memory plan.
     """

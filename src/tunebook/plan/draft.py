@@ -66,7 +66,9 @@ class Draft:
         """Why a request without errors cannot be trained: it does not fit, or its files are missing."""
         errors: list[TunebookError] = [] if self.missing_data is None else [self.missing_data]
         if self.fits is False:
-            advice = "`tunebook plan` with the same words lists what would fit; with --measure it trains two steps here"
+            advice = (
+                "`tunebook plan` with the same overrides lists what would fit; with --measure it trains two steps here"
+            )
             problem_id = "host-memory-too-small" if self.tightest is self.host else "does-not-fit"
             errors.insert(0, DoesNotFitError(f"{self.tightest.verdict}; {advice}", problem_id=problem_id))
         return errors

@@ -49,7 +49,7 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         return length, "training.max_length, the shortest row that holds every document"
     row = _longest_useful_row(config, full)
     if row == length:
-        return row, "training.max_length; no longer row fits, divides the batch and is filled"
+        return row, "training.max_length; longer rows would not fit, or would be filled only in part"
     return row, f"{row // length} x training.max_length: long rows keep the GPU busy, and this one fits"
 
 

@@ -47,7 +47,7 @@ def hsdp_group(config: RunConfig) -> Iterator[str]:
         return
     group = settings.shard_group_size or config.hardware.gpus_per_node or 1
     if not 1 < group < world or world % group:
-        yield f"hsdp needs two or more equal groups of GPUs, and groups of {group} out of {world} are not"
+        yield f"hsdp needs two or more equal groups of GPUs, and {world} GPUs do not divide into groups of {group}"
 
 
 @rule("sequence-group-size", _GROUP, f"{_GROUP}=1, or a size that divides it")
