@@ -122,7 +122,10 @@ def test_the_input_of_a_group_is_saved_once() -> None:
             storages[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             model.train()(input_ids=torch.arange(16)[None]).logits.sum()
         saved[is_shared] = sum(each.untyped_storage().nbytes() for each in storages.values())
     assert saved[True] < saved[False]

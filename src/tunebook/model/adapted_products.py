@@ -40,12 +40,7 @@ def _is_plain(layer: Any) -> bool:
     if not isinstance(layer, LoraLayer) or len(layer.active_adapters) != 1:
         return False
     name = layer.active_adapters[0]
-    return (
-        name in layer.lora_A
-        and isinstance(layer.get_base_layer(), nn.Linear)
-        and name not in layer.lora_variant
-        and isinstance(layer.lora_dropout[name], nn.Identity)
-    )
+    return name in layer.lora_A and name not in layer.lora_variant and isinstance(layer.lora_dropout[name], nn.Identity)
 
 
 class _Group:

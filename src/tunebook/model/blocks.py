@@ -152,7 +152,7 @@ def convert_to_fp8(model: nn.Module, scaling: Fp8Scaling, *, emulate: bool = Fal
 
 def count_fp8_layers(model: nn.Module) -> int:
     """How many layers of a model, wrapped or not, multiply in fp8. Asks the layers, not a configuration."""
-    return len(_converted(model))
+    return len(_converted(model)) + sum(type(layer).__name__ == "Fp8Linear" for layer in model.modules())
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
+from tunebook.facts.strategies import strategy_facts
+from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import (
     adapter_config,
     freeze_unreached,
@@ -26,6 +28,7 @@ from tunebook.model.adapters import (
     trains_in_fp32,
 )
 from tunebook.model.blocks import compile_layers, convert_to_fp8
+from tunebook.model.fp8_base import convert_base_to_fp8
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.tiled_mlp import tile_mlps
@@ -121,8 +124,12 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
         isolate_documents(model, is_on_cpu=is_on_cpu)
     if config.activation.mlp_tile_tokens is not None:
         tile_mlps(model, config.activation.mlp_tile_tokens)
-    is_fp8 = config.precision.compute is Compute.fp8
-    fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
+    has_adapters = config.peft.method is not PeftMethod.full
+    if has_adapters and not strategy_facts(config).is_zero3:
+        share_inputs(model)
+    fp8_layers: list[str] = []
+    if config.precision.compute is Compute.fp8:
+        fp8_layers = convert_base_to_fp8(model) if has_adapters else convert_to_fp8(model, config.precision.fp8_scaling)
     if config.model.compile_layers:
         compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
     require_known_names(config, trainer.model)

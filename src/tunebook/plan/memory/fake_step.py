@@ -31,8 +31,10 @@ from transformers.initialization import no_init_weights
 
 from tunebook.config.schema import RunConfig
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
+from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import adapter_config, freeze_unreached
 from tunebook.model.blocks import block_forward, compile_layers, layers_for_fp8
+from tunebook.model.fp8_base import convert_base_to_fp8
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
 from tunebook.plan.memory import stand_ins
@@ -138,6 +140,8 @@ class FakeStep:
         lora = adapter_config(config)
         if lora is not None:
             _adapt(causal, lora, getattr(torch, mode.adapters), is_quantized=mode.quantized)
+            if not mode.zero3_linear:
+                share_inputs(causal)
         if mode.liger:
             stand_ins.use_liger(self._decoder)
         if mode.tile_tokens is not None:
@@ -146,7 +150,9 @@ class FakeStep:
         if mode.recomputed:
             causal.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         self._hook()
-        if mode.fp8:
+        if mode.fp8 and lora is not None:
+            convert_base_to_fp8(causal)
+        elif mode.fp8:
             scaling = config.precision.fp8_scaling
             for name in layers_for_fp8(causal, scaling):
                 layer: Any = causal.get_submodule(name)

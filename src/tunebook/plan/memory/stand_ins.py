@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 
+from tunebook.model import fp8_base
 from tunebook.model.linear_attention import (
     GATED_DELTA_RULE,
     MAMBA_FUSED,
@@ -243,6 +244,10 @@ def fp8_forward(self: nn.Linear, x: Tensor) -> Tensor:
     return output if self.bias is None else output + self.bias.to(BF16)
 
 
+def _scaled_product(values: Tensor, token_scale: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch._scaled_mm(values, weight.t(), scale_a=token_scale, scale_b=scale.t(), out_dtype=BF16)
+
+
 @contextmanager
 def products(*, zero3_linear: bool) -> Iterator[None]:
     """Use the grouped product, and for `zero3_linear` DeepSpeed's function for every linear layer."""
@@ -255,6 +260,7 @@ def products(*, zero3_linear: bool) -> Iterator[None]:
             moe, "_grouped_mm", lambda tokens, weight, offs: grouped.apply(tokens.to(weight.dtype), weight)
         ),
         mock.patch.object(functional, "linear", linear),
+        mock.patch.object(fp8_base, "scaled_product", _scaled_product),
     ):
         yield
 

@@ -72,15 +72,18 @@ def fp8_without_hardware(config: RunConfig) -> Iterator[str]:
         yield f"{config.hardware.generation.name} has no fp8; it starts at compute capability 8.9"
 
 
-@rule("fp8-with-adapters", "precision.compute", "precision.compute=bf16")
+@rule("fp8-with-adapters", "precision.compute", "parallelism=ddp peft=lora, or precision.compute=bf16")
 def fp8_with_adapters(config: RunConfig) -> Iterator[str]:
-    """Refuse fp8 with any method that trains adapters over frozen linear layers.
+    """Refuse a frozen base in fp8 with QLoRA, which has it in 4 bits, and with strategies that divide it.
 
-    torchao's fp8 layers compute the gradient of a frozen weight, too, so what fp8 saves is lost. QLoRA replaces the
-    same layers by 4-bit ones.
+    FSDP converts weights to bf16 when it gathers them.
     """
-    if config.precision.compute is Compute.fp8 and config.peft.method is not PeftMethod.full:
-        yield f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
+    if config.precision.compute is not Compute.fp8 or config.peft.method is PeftMethod.full:
+        return
+    if config.peft.method is PeftMethod.qlora:
+        yield "peft.method=qlora has its frozen base in 4 bits"
+    if strategy_facts(config).divides_weights:
+        yield f"a frozen base in fp8 is not divided by {config.parallelism.strategy.name}"
 
 
 @rule("fp8-with-deepspeed", "precision.compute", "parallelism=fsdp or precision.compute=bf16")
