@@ -40,9 +40,8 @@ class Rendered:
     text: str
     spans: list[Span]
     num_rewritten: int = 0  # assistant turns left out: the template changes them if more turns follow
-    added: tuple[
-        str, ...
-    ] = ()  # texts before the first question that the template writes and the document does not say
+    # Texts before the first question that the template writes and the document does not say
+    added: tuple[str, ...] = ()
     leaves_out: bool = False  # parts of earlier answers that are not trained on, as templates do by design
     special: str | None = None  # the first special token with hidden text in a turn
 
