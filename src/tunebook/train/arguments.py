@@ -114,7 +114,6 @@ def _numbers(config: RunConfig) -> dict[str, Any]:
         "tf32": True if config.precision.tf32 is Switch.enabled else None,
         "use_cpu": config.hardware.generation is Generation.cpu,
         "activation_checkpointing": config.activation.checkpointing is Checkpointing.enabled,  # TRL turns it on
-        "activation_offloading": config.activation.offload,
     }
 
 

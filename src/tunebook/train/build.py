@@ -18,6 +18,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
+from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import (
     adapter_config,
     freeze_unreached,
@@ -25,9 +26,11 @@ from tunebook.model.adapters import (
     require_known_names,
     trains_in_fp32,
 )
-from tunebook.model.blocks import compile_layers, convert_to_fp8
+from tunebook.model.blocks import compile_layers, convert_to_fp8, transformer_blocks
+from tunebook.model.four_bit import replace_four_bit
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
+from tunebook.model.offloading import Copies, offload_activations
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, trainer_tokenizer
 from tunebook.model.weight_files import weights_fingerprint
@@ -124,7 +127,12 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
     is_fp8 = config.precision.compute is Compute.fp8
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
+        if config.peft.method is not PeftMethod.full:
+            share_inputs(model)
+            replace_four_bit(transformer_blocks(model).values())
         compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
+    if config.activation.offload:
+        offload_activations(transformer_blocks(model).values(), Copies(trainer.args.device))
     require_known_names(config, trainer.model)
     if trains_in_fp32(config):
         keep_in_fp32(trainer.model)

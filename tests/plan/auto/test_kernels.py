@@ -59,6 +59,8 @@ COMPILED = {
     "cast": {"parallelism": ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)},
     **{name: {"parallelism": parallel(Strategy[name])}
        for name in ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_grad_op", "hsdp")},
+    "activation_offload": {"activation.offload": True},
+    "qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.ddp)},
 }  # fmt: skip
 
 
@@ -87,10 +89,9 @@ NOT_COMPILED = {
     "other_units": {"parallelism": parallel(Strategy.fsdp, wrap_classes=["Block"])},
     "by_class": {"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])},
     "zero2_offload": {"parallelism": parallel(Strategy.zero2, offload_optimizer=Offload.cpu)},
-    "activation_offload": {"activation.offload": True},
     "dora": {"peft.method": PeftMethod.lora, "peft.use_dora": True},
     "shared_rows": {"parallelism": parallel(Strategy.ddp, sequence_group_size=2)},
-    "qlora": {"peft.method": PeftMethod.qlora},
+    "divided_qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.fsdp)},
 }
 
 

@@ -17,7 +17,7 @@ from tunebook.facts.architectures import (
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED
 from tunebook.facts.generations import GENERATIONS, can_run
-from tunebook.facts.sharing import is_offloaded
+from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import brings_code
 from tunebook.model.parameters import adapts_parameters, has_dora
@@ -55,10 +55,13 @@ def uncompiled_reason(config: RunConfig) -> str | None:
         (config.training.deterministic, "compiled kernels are not known to be deterministic"),
         (not strategy_facts(config).may_compile, f"not faster under {settings.strategy.name}"),
         (is_wrapped, "not tested with parallelism.wrap_classes"),
-        (is_offloaded(config), "not tested with offloading"),
+        (bool(offloaded_states(config)), "not tested with offloaded states"),
         (has_dora(config), "with DoRA, losses differed by up to 0.2% in 16 steps"),
         (adapts_parameters(config), "adapters on parameters split compiled blocks"),
-        (config.peft.method is PeftMethod.qlora, "not tested with a quantized base model"),
+        (
+            config.peft.method is PeftMethod.qlora and strategy_facts(config).divides_weights,
+            "not tested with a quantized base model that is divided",
+        ),
         (facts is None, "the architecture is not known before the model is loaded"),
         (
             facts is not None and facts.num_parameters < _FEW_PARAMETERS,

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -31,8 +30,10 @@ from transformers.initialization import no_init_weights
 
 from tunebook.config.schema import RunConfig
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
+from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import adapter_config, freeze_unreached
 from tunebook.model.blocks import block_forward, compile_layers, layers_for_fp8
+from tunebook.model.offloading import offload_activations
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
 from tunebook.plan.memory import stand_ins
@@ -45,53 +46,23 @@ from tunebook.plan.memory.tracker import TRACKERS, Segment, Tracker
 MOST_LAYERS = 12  # that are run
 
 
-class _Offloading(torch.autograd.graph.saved_tensors_hooks):
-    """TRL's activation offloading (1.16, models/activation_offloading.py).
+class _FakeCopies:
+    """Copies to page-locked memory, of which only the size is counted."""
 
-    A tensor stays on the GPU until 5 more were saved. One that is saved again meanwhile is not offloaded.
-    """
+    def to_host(self, tensors: list[torch.Tensor]) -> tuple[list[Any], None]:
+        for tensor in tensors:
+            for tracker in TRACKERS:
+                tracker.offloaded += page_locked(tensor.nbytes)
+        return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors], None
 
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._num_saved = 0
-        self._stash = dict[int, torch.Tensor]()  # on their way, by number
-        self._known = dict[Any, tuple[int, Any]]()  # number and storage, by address
-        super().__init__(self._pack, self._unpack)
+    def to_gpu(self, copies: list[Any]) -> tuple[list[torch.Tensor], None]:
+        return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in copies], None
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        self._num_saved += 1
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.dtype)
-        if key in self._known and self._known[key][1]() is storage:
-            self._known[key] = (self._num_saved, weakref.ref(storage))
-            return tensor
-        num_bytes = tensor.numel() * tensor.element_size()
-        is_parameter = key[0] in self._parameters or isinstance(tensor._base, nn.Parameter)
-        if is_parameter or num_bytes < _SMALLEST_BYTES:
-            return tensor
-        self._release()
-        is_whole = 0 in tensor.stride() or (tensor.is_contiguous() and not tensor.storage_offset())
-        self._stash[self._num_saved] = tensor if is_whole else tensor.contiguous()
-        self._known[key] = (self._num_saved, weakref.ref(storage))
-        for tracker in TRACKERS:
-            tracker.offloaded += page_locked(num_bytes)
-        return tensor.shape, tensor.stride(), tensor.dtype
-
-    def _release(self) -> None:
-        sent = {number for number in self._stash if number <= self._num_saved - _MOST_STASHED}
-        self._stash = {number: tensor for number, tensor in self._stash.items() if number not in sent}
-        self._known = {key: known for key, known in self._known.items() if known[0] not in sent}
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        self._stash.clear()
-        if isinstance(packed, torch.Tensor):
-            return packed
-        shape, stride, dtype = packed
-        return torch.empty_strided(shape, stride, dtype=dtype)
+    def wait(self, event: None) -> None:
+        """Nothing is under way."""
 
 
 _NUMBERS = itertools.count()  # of steps in this process
-_MOST_STASHED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
 
 
 # The step
@@ -105,9 +76,8 @@ class FakeStep:
 
     def __init__(self, config: RunConfig, architecture: Any, mode: Mode) -> None:
         self._mode = mode
-        # The inputs of recomputed layers that are on their way to the host come from as many layers.
-        num_first = _MOST_STASHED + 2 if mode.offloaded and mode.recomputed else 1
-        self._kinds, self._places = _kinds_and_places(architecture, num_first)
+        # The second layer releases the first one's input, which the model's forward pass holds, so it frees nothing.
+        self._kinds, self._places = _kinds_and_places(architecture, num_first=2 if mode.offloaded else 1)
         self._is_compiled, self._traced = False, TracedLayers()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._waiting: list[Any] = []  # parameters whose gradients are taken when the next segment begins
@@ -129,7 +99,7 @@ class FakeStep:
         self._causal, self._decoder = causal, text_decoder(causal)
         self._layers = decoder_layers(self._decoder, len(self._places))
         freeze_unreached(config, causal)
-        if mode.quantized:
+        if mode.quantized and not mode.compiled:
             head = causal.get_output_embeddings()
             linear: list[Any] = [each for each in self._layers.modules() if isinstance(each, nn.Linear)]
             for module in linear:
@@ -138,6 +108,10 @@ class FakeStep:
         lora = adapter_config(config)
         if lora is not None:
             _adapt(causal, lora, getattr(torch, mode.adapters), is_quantized=mode.quantized)
+            if mode.compiled:
+                share_inputs(causal)
+                if mode.quantized:
+                    stand_ins.quantize(self._layers)
         if mode.liger:
             stand_ins.use_liger(self._decoder)
         if mode.tile_tokens is not None:
@@ -158,6 +132,8 @@ class FakeStep:
             for block in self._layers:
                 block.forward = MethodType(FunctionType(code, block_forward.__globals__), block)
             compile_layers(causal, recomputes=mode.selective, backend=self._traced)
+        if mode.offloaded:
+            offload_activations(self._layers, _FakeCopies())
 
     def _register(self) -> None:
         mode = self._mode
@@ -206,10 +182,9 @@ class FakeStep:
         trained = [each for each in causal.parameters() if each.requires_grad]
         inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long), "use_cache": False}
         inputs["position_ids"] = torch.arange(tokens).expand(rows, tokens)
-        offloading = _Offloading({*map(_storage, causal.parameters())}) if mode.offloaded else contextlib.nullcontext()
         functions = contextlib.nullcontext() if mode.compiled else stand_ins.CudaFunctions()
         with self._taking_gradients(trained, tracker), functions:
-            with torch.autocast("cpu", BF16, enabled=mode.autocast), offloading:
+            with torch.autocast("cpu", BF16, enabled=mode.autocast):
                 hidden = self._decoder(**inputs).last_hidden_state
                 places = torch.zeros(rows * tokens - 1, dtype=torch.long)  # of the trained tokens
                 picked = hidden.flatten(0, 1).index_select(0, places)
@@ -327,8 +302,8 @@ def _kinds_and_places(architecture: Any, num_first: int = 1) -> tuple[list[Any],
     first layers.
     """
     kinds = _kinds(architecture)
-    between = list(range(1, len(kinds) - 1))
-    of_each = [next(place for place in between if kinds[place] == kind) for kind in dict.fromkeys(kinds[1:-1])]
+    between = list(range(num_first, len(kinds) - 1))
+    of_each = [next(place for place in between if kinds[place] == kind) for kind in dict.fromkeys(kinds[num_first:-1])]
     places = sorted({*range(min(num_first, len(kinds))), *of_each, len(kinds) - 1})
     if len(places) <= MOST_LAYERS and _kinds(shortened(architecture, places)) == [kinds[place] for place in places]:
         return kinds, places

@@ -6,8 +6,10 @@ queries, G of keys and values, T tokens, D numbers a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 
+from tunebook.model.four_bit import PER_OUTER_SCALE, PER_SCALE, FourBitLinear
 from tunebook.model.linear_attention import (
     GATED_DELTA_RULE,
     MAMBA_FUSED,
@@ -209,6 +212,22 @@ def four_bit_forward(self: nn.Linear, x: Tensor) -> Tensor:
     product: Any = _FourBit
     output: Tensor = product.apply(x.to(BF16), self.weight)
     return (output if self.bias is None else output + self.bias.to(BF16)).to(x.dtype)
+
+
+def quantize(layers: nn.Module) -> None:
+    """Give adapted layers a base in 4 bits, as bitsandbytes makes it."""
+    for adapted in layers.modules():
+        base: Any = getattr(adapted, "base_layer", None)
+        if base is not None:
+            num_scales = math.ceil(base.weight.numel() / PER_SCALE)
+            outer = SimpleNamespace(code=torch.empty(256), absmax=torch.empty(math.ceil(num_scales / PER_OUTER_SCALE)))
+            base.weight.data = torch.empty(math.ceil(base.weight.numel() / 2), dtype=torch.uint8)
+            base.weight.quant_state = SimpleNamespace(
+                code=torch.empty(16), absmax=torch.empty(num_scales, dtype=torch.uint8), state2=outer,
+                offset=torch.empty(()),
+            )  # fmt: skip
+            base.compute_dtype = BF16
+            adapted.base_layer = FourBitLinear(base)
 
 
 class _Fp8(torch.autograd.Function):
