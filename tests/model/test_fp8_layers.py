@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tunebook.config.choices import Fp8Scaling
-from tunebook.model.blocks import (
-    compile_layers,
+from tunebook.model.blocks import compile_layers
+from tunebook.model.fp8 import (
     convert_to_fp8,
     count_fp8_layers,
     layers_for_fp8,

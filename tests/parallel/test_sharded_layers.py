@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tunebook.config.choices import Fp8Scaling
-from tunebook.model.blocks import compile_layers, convert_to_fp8, count_fp8_layers, transformer_blocks
+from tunebook.model.blocks import compile_layers, transformer_blocks
+from tunebook.model.fp8 import convert_to_fp8, count_fp8_layers
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.parallel.fsdp import mixed_precision_policy
 

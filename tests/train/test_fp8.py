@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tunebook.config.choices import Compute, PackingMode
-from tunebook.model import blocks
+from tunebook.model import fp8 as fp8_layers
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import build
 
@@ -35,10 +35,12 @@ def passes(monkeypatch):
 
     def convert(model, scaling):
         def look(_, args, kwargs):
-            found.append((torch.is_grad_enabled(), blocks.count_fp8_layers(model), tuple(kwargs["input_ids"].shape)))
+            found.append(
+                (torch.is_grad_enabled(), fp8_layers.count_fp8_layers(model), tuple(kwargs["input_ids"].shape))
+            )
 
         model.register_forward_pre_hook(look, with_kwargs=True)
-        return blocks.convert_to_fp8(model, scaling, emulate=True)
+        return fp8_layers.convert_to_fp8(model, scaling, emulate=True)
 
     monkeypatch.setattr(build, "convert_to_fp8", convert)
     return found

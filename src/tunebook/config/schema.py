@@ -255,7 +255,8 @@ class PrecisionConfig:
     # published in bf16 loses nothing
     master_weights: MasterWeights = MasterWeights.auto
     tf32: Switch = Switch.auto  # TensorFloat-32 for fp32 products; cc >= 8.0
-    # compute=fp8: one scale per tensor is faster, one per row is more exact
+    # compute=fp8 of trained weights: one scale per tensor is faster, one per row is more exact. A frozen base has one
+    # per row
     fp8_scaling: Fp8Scaling = Fp8Scaling.tensorwise
 
 

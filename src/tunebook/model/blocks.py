@@ -16,9 +16,6 @@ checkpointing is outside, too: inside, the compiler refuses to change a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,12 +24,9 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import _active_collector
 
-from tunebook.config.choices import Fp8Scaling
 from tunebook.errors import RequestError
 from tunebook.facts.architectures import CHOSEN_EXPERTS, EXPERTS
 from tunebook.facts.compiling import set_up_compiler
-
-ALIGNMENT = 16  # sizes of fp8 products are multiples of this: of features, and of tokens in the weights' gradients
 
 
 def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: Any = "inductor") -> int:
@@ -104,80 +98,6 @@ def transformer_blocks(model: nn.Module) -> dict[str, Any]:
     """Every block by its name in the model; empty if transformers does not declare the blocks' classes."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     return {name: module for name, module in model.named_modules() if type(module).__name__ in classes}
-
-
-def pays(scaling: Fp8Scaling, in_features: int, out_features: int) -> bool:
-    """Whether turning the tensors into fp8 costs less than the products save.
-
-    Source: torchao 0.18's `_auto_filter_for_tensorwise` and `_auto_filter_for_rowwise`, measured on H100.
-    """
-    if scaling is Fp8Scaling.tensorwise:
-        return in_features > 4096 or out_features > 1024
-    return out_features > 2048 and in_features > 1024 and (out_features > 4096 or in_features > 2048)
-
-
-def layers_for_fp8(model: nn.Module, scaling: Fp8Scaling) -> list[str]:
-    """The names of the linear layers that multiply in fp8 once converted."""
-    return [
-        f"{block}.{name}"
-        for block, module in transformer_blocks(model).items()
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear)
-        and not layer.in_features % ALIGNMENT
-        and not layer.out_features % ALIGNMENT
-        and pays(scaling, layer.in_features, layer.out_features)
-    ]
-
-
-def convert_to_fp8(model: nn.Module, scaling: Fp8Scaling, *, emulate: bool = False) -> list[str]:
-    """Make the layers that gain from it multiply in fp8, before the model is wrapped; their names.
-
-    `emulate` computes on a CPU what a GPU would. Raises: RequestError where no layer would gain.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    names = layers_for_fp8(model, scaling)
-    if not names:
-        raise RequestError(
-            f"precision.compute=fp8: no linear layer of {type(model).__name__} is large enough to be faster in fp8 "
-            f"with precision.fp8_scaling={scaling.name}; try precision=bf16",
-            problem_id="fp8-nothing-to-convert",
-        )
-    chosen = set(names)
-    kind: Any = Float8LinearConfig
-    settings = replace(kind.from_recipe_name(scaling.value), emulate=emulate)
-    convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in chosen)
-    return names
-
-
-def count_fp8_layers(model: nn.Module) -> int:
-    """How many layers of a model, wrapped or not, multiply in fp8. Asks the layers, not a configuration."""
-    return len(_converted(model))
-
-
-@contextmanager
-def plain_products(model: nn.Module) -> Iterator[None]:
-    """Inside, converted layers multiply like others.
-
-    One scale for a whole row of documents changes with each of them, by less than fp8 rounds to and by far more than
-    bf16 does, so such products cannot show whether documents affect each other.
-    """
-    converted = _converted(model)
-    classes = [type(layer) for layer in converted]
-    try:
-        for layer in converted:
-            layer.__class__ = nn.Linear
-        yield
-    finally:
-        for layer, kind in zip(converted, classes, strict=True):
-            layer.__class__ = kind
-
-
-def _converted(model: nn.Module) -> list[nn.Module]:
-    import sys
-
-    module = sys.modules.get("torchao.float8.float8_linear")  # never imported: nothing was converted
-    return [layer for layer in model.modules() if isinstance(layer, module.Float8Linear)] if module else []
 
 
 _KEY = "router_logits"

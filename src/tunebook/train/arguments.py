@@ -23,7 +23,7 @@ from tunebook.config.choices import (
 from tunebook.config.schema import RunConfig, ScheduleConfig
 from tunebook.data.batch import BatchPlan
 from tunebook.facts.optimizers import OPTIMIZERS
-from tunebook.model.blocks import ALIGNMENT
+from tunebook.model.fp8 import ALIGNMENT
 from tunebook.parallel.ddp import ddp_arguments
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp

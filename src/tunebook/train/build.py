@@ -14,6 +14,7 @@ from tunebook.checkpoint.identity import identity_of
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod
+from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
@@ -26,8 +27,9 @@ from tunebook.model.adapters import (
     require_known_names,
     trains_in_fp32,
 )
-from tunebook.model.blocks import compile_layers, convert_to_fp8, transformer_blocks
+from tunebook.model.blocks import compile_layers, transformer_blocks
 from tunebook.model.four_bit import replace_four_bit
+from tunebook.model.fp8 import convert_frozen_to_fp8, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.offloading import Copies, offload_activations
@@ -124,8 +126,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
         isolate_documents(model, is_on_cpu=is_on_cpu)
     if config.activation.mlp_tile_tokens is not None:
         tile_mlps(model, config.activation.mlp_tile_tokens)
-    is_fp8 = config.precision.compute is Compute.fp8
-    fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
+    fp8_layers = _convert_to_fp8(config, model) if config.precision.compute is Compute.fp8 else []
     if config.model.compile_layers:
         if config.peft.method is not PeftMethod.full:
             share_inputs(model)
@@ -137,6 +138,12 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
     if trains_in_fp32(config):
         keep_in_fp32(trainer.model)
     return fp8_layers
+
+
+def _convert_to_fp8(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    if config.peft.method is PeftMethod.full:
+        return convert_to_fp8(model, config.precision.fp8_scaling)
+    return convert_frozen_to_fp8(model, unreached_of(config.model.facts))
 
 
 def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSaver:

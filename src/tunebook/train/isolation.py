@@ -29,7 +29,7 @@ LENGTHS = (48, 32)  # tokens; the first is longer, so that a leak has a large ef
 LENGTHS_FOR_FLEX = (168, 136)
 
 # The unit roundoff of the products' format: 2 ** -(bits of the mantissa + 1).
-# A run in fp8 is probed in bf16: see `model.blocks.plain_products`.
+# Trained layers in fp8 are probed in bf16: see `model.fp8.plain_products`. Frozen ones are probed as they are.
 _UNIT_ROUNDOFF = {Compute.fp32: 2.0**-24, Compute.fp16: 2.0**-11, Compute.bf16: 2.0**-8, Compute.fp8: 2.0**-8}
 _TF32_UNIT_ROUNDOFF = 2.0**-11
 # Rounding errors of 100 layers add up to about sqrt(2 x 100) times one, and kernels choose tiles by a row's length.

@@ -18,7 +18,7 @@ from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
 from tunebook.facts.attention import FLEX
-from tunebook.model.blocks import plain_products
+from tunebook.model.fp8 import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.deepspeed import forget_parameter_order
 from tunebook.record.manifest import add_to_manifest

@@ -206,7 +206,7 @@ def _needed_packages(config: RunConfig) -> Iterator[tuple[str, str, str | None]]
         yield "peft", "peft.method", None
     if config.model.liger_kernel:
         yield "liger-kernel", "model.liger_kernel", None
-    if config.precision.compute is Compute.fp8:
+    if config.precision.compute is Compute.fp8 and config.peft.method is PeftMethod.full:
         yield "torchao", "precision.compute", None
     if config.evaluation.tasks:
         yield "lm_eval", "evaluation.tasks", None

@@ -19,7 +19,7 @@ from tunebook.errors import RequestError
 from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
-from tunebook.model.blocks import count_fp8_layers
+from tunebook.model.fp8 import count_fp8_layers
 from tunebook.parallel.deepspeed import keep_format_of_persistent, zero_stage
 from tunebook.parallel.wrapped import find_parallelism, require_expected
 from tunebook.processes import free_port

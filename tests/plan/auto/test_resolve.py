@@ -201,6 +201,8 @@ LORA, FULL, DTYPE = {"peft.method": PeftMethod.lora}, {"peft.method": PeftMethod
         (LORA | {DTYPE: "float16"}, V100, "fp32"),
         (LORA | {DTYPE: "float32"}, H200, "fp32"),
         (LORA | {"precision.compute": Compute.fp32}, H200, "fp32"),
+        (LORA | {"precision.compute": Compute.fp8}, H200, "bf16"),
+        (FULL | {"precision.compute": Compute.fp8}, H200, "fp32"),
         (LORA, None, "fp32"),
         (LORA | {"parallelism": ZeroConfig(strategy=Strategy.zero2)}, H200, "fp32"),  # adapters would be bf16, too
         (LORA | {"precision.master_weights": MasterWeights.fp32}, H200, "fp32"),

@@ -122,6 +122,12 @@ def test_adapters_keep_the_inputs_that_they_read(lora):
     assert kept(lora) == 4 * (KEPT - frozen - inputs + 2 * lora.peft.rank)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_frozen_base_in_fp8_keeps_what_one_in_bf16_keeps(lora, is_compiled):
+    in_bf16 = replace(BF16, weights="bfloat16", adapters="float32", compiled=is_compiled)
+    assert kept(lora, replace(in_bf16, fp8=True)) == kept(lora, in_bf16)
+
+
 def test_the_kernels_of_liger_keep_less(full):
     """Its norms compute their normalized inputs again, and its MLPs what the activation returns."""
     assert kept(full, replace(FP32, liger=True)) == 4 * (KEPT - 2 * HIDDEN - INNER)

@@ -129,6 +129,9 @@ def test_adapters_and_eight_bit_states(sound):
     adapter = 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864)) * 24
     expected = 494_032_768 * 4 + adapter * 16
     assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(expected / GIB)
+    sound.precision.compute = Compute.fp8  # two copies of a byte in place of 4 bytes in the linear layers
+    linear = (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864) * 24
+    assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx((expected - 2 * linear) / GIB)
 
 
 @pytest.mark.parametrize(("samples", "accumulates"), [(8, False), (9, True)])

@@ -139,7 +139,7 @@ def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
     """
     if config.peft.method is PeftMethod.full:
         return MasterWeights.fp32, "in bf16, weights would lose small updates"
-    if config.precision.compute is not Compute.bf16:
+    if config.precision.compute not in (Compute.bf16, Compute.fp8):
         return MasterWeights.fp32, "bf16 weights are only used with bf16 compute"
     if read_dtype(config.model) not in ("bfloat16", "float16"):
         return MasterWeights.fp32, "the base model is not known to be published in 16 bits"

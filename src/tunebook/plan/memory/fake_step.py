@@ -28,11 +28,13 @@ from torch.autograd.graph import _engine_run_backward  # Tensor.backward would l
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
 from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import adapter_config, freeze_unreached
-from tunebook.model.blocks import block_forward, compile_layers, layers_for_fp8
+from tunebook.model.blocks import block_forward, compile_layers
+from tunebook.model.fp8 import convert_frozen_to_fp8, layers_for_fp8
 from tunebook.model.offloading import offload_activations
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
@@ -120,7 +122,9 @@ class FakeStep:
         if mode.recomputed:
             causal.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         self._hook()
-        if mode.fp8:
+        if mode.fp8 and lora is not None:
+            convert_frozen_to_fp8(causal, unreached_of(config.model.facts))
+        elif mode.fp8:
             scaling = config.precision.fp8_scaling
             for name in layers_for_fp8(causal, scaling):
                 layer: Any = causal.get_submodule(name)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 
+from tunebook.model import fp8
 from tunebook.model.four_bit import PER_OUTER_SCALE, PER_SCALE, FourBitLinear
 from tunebook.model.linear_attention import (
     GATED_DELTA_RULE,
@@ -262,6 +263,11 @@ def fp8_forward(self: nn.Linear, x: Tensor) -> Tensor:
     return output if self.bias is None else output + self.bias.to(BF16)
 
 
+def _scaled_product(values: Tensor, token_scale: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The product of `model.fp8`, as on a GPU."""
+    return torch._scaled_mm(values, weight.t(), scale_a=token_scale, scale_b=scale.t(), out_dtype=BF16)
+
+
 @contextmanager
 def products(*, zero3_linear: bool) -> Iterator[None]:
     """Use the grouped product, and for `zero3_linear` DeepSpeed's function for every linear layer."""
@@ -274,6 +280,7 @@ def products(*, zero3_linear: bool) -> Iterator[None]:
             moe, "_grouped_mm", lambda tokens, weight, offs: grouped.apply(tokens.to(weight.dtype), weight)
         ),
         mock.patch.object(functional, "linear", linear),
+        mock.patch.object(fp8, "scaled_product", _scaled_product),
     ):
         yield
 

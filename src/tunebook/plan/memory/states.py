@@ -19,6 +19,7 @@ from tunebook.model.parameters import count_parameters, trained_sizes
 # transformers 5.23 requests 32-bit moments from bitsandbytes for every embedding (trainer.py, create_optimizer). It
 # identifies the embedding by the parameter itself, which does not match DeepSpeed's flat copies.
 _EMBEDDING_MOMENT_BYTES = 8
+_FP8_BYTES = 2  # of a frozen weight: one copy for the forward pass and one for the backward pass
 # 4 bits, plus a scale per block of 64 that is itself kept in 8 bits (double quantization): 4.127 bits in all. Source:
 # Dettmers et al. 2023, QLoRA, section 3.
 FOUR_BIT_BYTES = 4.127 / 8
@@ -141,12 +142,15 @@ def paged_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of the frozen base model under adapters.
 
-    Only linear layers are quantized: not embeddings, head and stacked experts.
+    Only linear layers are quantized to 4 bits or fp8: not embeddings, head and stacked experts.
     """
     parameters, element = count_parameters(config, facts), bytes_per_weight(config)
-    if config.peft.method is not PeftMethod.qlora:
+    if config.peft.method is PeftMethod.full:
         return float(parameters.frozen * element)
-    return parameters.linear * FOUR_BIT_BYTES + (parameters.frozen - parameters.linear) * element
+    in_linear: float = _FP8_BYTES if config.precision.compute is Compute.fp8 else element
+    if config.peft.method is PeftMethod.qlora:
+        in_linear = FOUR_BIT_BYTES
+    return float(parameters.linear * in_linear + (parameters.frozen - parameters.linear) * element)
 
 
 def bytes_per_weight(config: RunConfig) -> int:

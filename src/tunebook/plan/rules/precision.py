@@ -10,6 +10,7 @@ from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.strategies import strategy_facts
+from tunebook.model.parameters import adapts_parameters
 from tunebook.plan.rules.frame import Finding, rule
 
 
@@ -72,25 +73,38 @@ def fp8_without_hardware(config: RunConfig) -> Iterator[str]:
         yield f"{config.hardware.generation.name} has no fp8; it starts at compute capability 8.9"
 
 
-@rule("fp8-with-adapters", "precision.compute", "precision.compute=bf16")
-def fp8_with_adapters(config: RunConfig) -> Iterator[str]:
-    """Refuse fp8 with any method that trains adapters over frozen linear layers.
+@rule("fp8-with-adapters")
+def fp8_with_adapters(config: RunConfig) -> Iterator[Finding]:
+    """Refuse a frozen base in fp8 with strategies that were not tested with it, and adapters that need its weights.
 
-    torchao's fp8 layers compute the gradient of a frozen weight, too, so what fp8 saves is lost. QLoRA replaces the
-    same layers by 4-bit ones.
+    Every rank converts the whole base once. FSDP and DeepSpeed would send the fp8 numbers or convert them to bf16.
+    QLoRA has the base in 4 bits. DoRA and adapters on parameters compute with the base's weights themselves.
     """
-    if config.precision.compute is Compute.fp8 and config.peft.method is not PeftMethod.full:
-        yield f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
+    peft, strategy = config.peft, config.parallelism.strategy.name
+    if config.precision.compute is not Compute.fp8 or peft.method is PeftMethod.full:
+        return
+    if peft.method is PeftMethod.qlora:
+        yield Finding("qlora has its frozen base in 4 bits, not in fp8", "peft.method", "peft=lora or precision=bf16")
+    if peft.use_dora:
+        message, fix = "DoRA needs the weights of the frozen base in 16 bits", "peft.use_dora=false or precision=bf16"
+        yield Finding(message, "peft.use_dora", fix)
+    if adapts_parameters(config):
+        message, fix = "adapters on parameters need a base in 16 bits", "peft.target_parameters=[] or precision=bf16"
+        yield Finding(message, "peft.target_parameters", fix)
+    if not strategy_facts(config).is_copied:
+        message = f"a frozen base in fp8 was not tested with {strategy}"
+        yield Finding(message, "parallelism.strategy", "parallelism=ddp or precision=bf16")
 
 
 @rule("fp8-with-deepspeed", "precision.compute", "parallelism=fsdp or precision.compute=bf16")
 def fp8_with_deepspeed(config: RunConfig) -> Iterator[str]:
-    """Refuse fp8 with DeepSpeed.
+    """Refuse a full fine-tune in fp8 with DeepSpeed.
 
     torchao's fp8 layers keep a view of their weight until the backward pass. ZeRO-3 gathers the weight into other
     memory, so every gathered weight would stay on the GPU. ZeRO-1 and ZeRO-2 have not been run with fp8.
     """
-    if config.precision.compute is Compute.fp8 and isinstance(config.parallelism, ZeroConfig):
+    is_full = config.peft.method is PeftMethod.full  # else the rule fp8-with-adapters
+    if config.precision.compute is Compute.fp8 and is_full and isinstance(config.parallelism, ZeroConfig):
         yield f"fp8 does not run under {config.parallelism.strategy.name}"
 
 

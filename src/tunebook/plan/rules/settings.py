@@ -75,6 +75,7 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
     has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
     has_warm_up = config.schedule.name is not ScheduleName.constant
     has_container = getattr(launcher, "container_image", None) is not None
+    has_scaling = config.precision.compute is Compute.fp8 and config.peft.method is PeftMethod.full
     groups = (  # whether this run reads them, what else would, and the keys
         (config.model.path is None, "model.name", "model", ("revision",)),
         (data.source is Source.files, "dataset.source=files", "dataset", ("path",)),
@@ -82,7 +83,7 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
         (is_mixture, "dataset.source=mixture", "dataset", ("parts",)),
         (not is_mixture or bool(data.validation_path), "a part (dataset.parts.NAME)", "dataset", _OF_A_PART),
         (has_turns, "a data set of conversations", "dataset", ("system_prompt",)),
-        (config.precision.compute is Compute.fp8, "precision.compute=fp8", "precision", ("fp8_scaling",)),
+        (has_scaling, "precision.compute=fp8 peft=full", "precision", ("fp8_scaling",)),
         (config.peft.method is not PeftMethod.full, "peft=lora", "peft", _OF_ADAPTERS),
         (OPTIMIZERS[config.optimizer.name].is_adam, "optimizer.name=adamw", "optimizer", _OF_ADAM),
         (has_warm_up, "schedule.name=constant_with_warmup", "schedule", ("warmup_steps", "warmup_share")),
