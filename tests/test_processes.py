@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 
-from tunebook.processes import ask
+import pytest
+
+from tunebook.processes import EarlyStart, ask, children_of
 
 from .conftest import wait_for
 
@@ -49,6 +51,65 @@ def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(tmp_path):
         wait_for(lambda: says.exists() and says.read_text() == "there")
         parent.kill()
     wait_for(lambda: says.read_text() == "SIGTERM")
+
+
+# Writes down what it was started with and then given, and that it was asked to stop.
+EARLY = """
+import os, pathlib, signal, sys, time
+from tunebook.processes import last_argument, stop_when_input_ends
+says = pathlib.Path(os.environ["SAYS"])
+says.write_text("early")
+argument = last_argument()
+def stop(number, frame):
+    says.write_text("asked to stop")
+    sys.exit(6)
+signal.signal(signal.SIGTERM, stop)
+stop_when_input_ends()
+says.write_text(f"got {argument}")
+time.sleep(60)
+"""
+
+
+def test_a_process_that_started_early_gets_its_last_argument_and_open_files(tmp_path) -> None:
+    says = tmp_path / "says"
+    environment = {**os.environ, "SAYS": str(says)}
+    reading, writing = os.pipe()
+    with EarlyStart() as early:
+        early.start([*PYTHON, EARLY], environment)
+        wait_for(lambda: says.exists() and says.read_text() == "early")
+        process = early.hand_over([*PYTHON, EARLY, "/runs/1"], environment | {"LATER": "1"}, [writing])
+    os.close(writing)
+    assert process is not None
+    wait_for(lambda: says.read_text() == "got /runs/1")
+    os.set_blocking(reading, False)
+    with pytest.raises(BlockingIOError):  # the other end is open in the process
+        os.read(reading, 1)
+    with process:  # its input ends, as if this process had been killed
+        pass
+    assert (process.returncode, says.read_text(), os.read(reading, 1)) == (6, "asked to stop", b"")
+    os.close(reading)
+
+
+@pytest.mark.parametrize("change", ["command", "environment", "nothing"])
+def test_a_process_that_started_early_is_killed_if_it_is_not_used(change, tmp_path) -> None:
+    environment = {**os.environ, "SAYS": str(tmp_path / "says")}
+    command = [*PYTHON, "another" if change == "command" else EARLY, "/runs/1"]
+    with EarlyStart() as early:
+        early.start([*PYTHON, EARLY], environment)
+        (child,) = children_of(os.getpid())
+        if change != "nothing":
+            changed = {"SAYS": "elsewhere"} if change == "environment" else {}
+            assert early.hand_over(command, environment | changed) is None
+            assert not is_alive(child)
+    assert not is_alive(child)
+
+
+def test_a_process_that_started_early_and_failed_is_not_handed_over() -> None:
+    with EarlyStart() as early:
+        early.start([*PYTHON, "raise SystemExit(1)"], os.environ)
+        (child,) = children_of(os.getpid())
+        wait_for(lambda: not is_alive(child))
+        assert early.hand_over([*PYTHON, "raise SystemExit(1)", "/runs/1"], os.environ) is None
 
 
 def test_an_answer() -> None:

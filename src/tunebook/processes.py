@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, cast
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -28,6 +28,7 @@ ENDS_WITH_INPUT = "TUNEBOOK_ENDS_WITH_INPUT"  # variable
 _POLL_S = 0.1
 _DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
 _LONGEST_ANSWER = 1 << 20  # bytes
+_LONGEST_ARGUMENT = 1 << 16  # bytes; a path has at most 4,096
 _DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
 
 
@@ -71,11 +72,12 @@ def start(
     errors: Path | None = None,
     output: Path | None = None,
     working_folder: Path | None = None,
+    source: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a command in its own process group, so that Ctrl-C in a terminal reaches it only through this process.
 
-    `errors` receives its standard error, `output` all that it prints; without them both are this process's own. The
-    file descriptors `keep_open` stay open in it.
+    `errors` receives its standard error, `output` all that it prints; without them both are this process's own. Its
+    standard input is the descriptor `source`, or a new pipe. The file descriptors `keep_open` stay open in it.
     """
     with ExitStack() as stack:
         file = output or errors
@@ -84,7 +86,7 @@ def start(
             command,
             env={**environment, ENDS_WITH_INPUT: "1"},
             cwd=working_folder,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE if source is None else source,
             stdout=None if output is None else stream,
             stderr=stream,
             process_group=0,
@@ -105,6 +107,64 @@ def stop_when_input_ends() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=wait, daemon=True, name="input").start()
+
+
+class EarlyStart:
+    """Starts a program before its last argument is known, so that it can import libraries meanwhile.
+
+    The program gets the argument from `last_argument`. It is killed if it was not handed over at the end of a `with`.
+    """
+
+    def __init__(self) -> None:
+        self._command: list[str] = []
+        self._environment: Mapping[str, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> EarlyStart:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def start(self, command: list[str], environment: Mapping[str, str]) -> None:
+        """Start a command without its last argument."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = start(command, environment, source=theirs.fileno())
+        self._process.stdin = cast(IO[bytes], ours)  # closed where the pipe of other processes would be
+        self._command, self._environment = command, environment
+
+    def hand_over(
+        self, command: list[str], environment: Mapping[str, str], keep_open: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes] | None:
+        """The started process, which now gets its last argument and the open files; None if it is not this command."""
+        process = self._process
+        if process is None:
+            return None
+        if command[:-1] != self._command or not self._environment.items() <= environment.items():
+            self.cancel()
+            return None
+        try:
+            socket.send_fds(cast(socket.socket, process.stdin), [os.fsencode(command[-1])], list(keep_open))
+        except OSError:  # it has ended; the command says why when it is started again
+            self.cancel()
+            return None
+        self._process = None
+        return process
+
+    def cancel(self) -> None:
+        """Kill the process if it has not been handed over."""
+        if self._process is not None:
+            self._process.kill()
+            with self._process:  # closes its input and waits
+                self._process = None
+
+
+def last_argument() -> str | None:
+    """Wait for the argument from `EarlyStart`; the files that come with it stay open. None if the starter has ended."""
+    with socket.socket(fileno=os.dup(0)) as starter:
+        argument, _files, _flags, _address = socket.recv_fds(starter, _LONGEST_ARGUMENT, maxfds=8)
+    return os.fsdecode(argument) or None
 
 
 def _prctl(option: int, value: int) -> None:

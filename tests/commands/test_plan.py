@@ -11,8 +11,9 @@ import pytest
 import yaml
 from rich.console import Console
 
+from tunebook.commands.job import plan_job
 from tunebook.commands.plan import plan_command, show_launch
-from tunebook.commands.train import plan_job, set_up_folder
+from tunebook.commands.train import set_up_folder
 from tunebook.config.frozen import load_config
 from tunebook.errors import DataError
 from tunebook.hardware.detect import Machine

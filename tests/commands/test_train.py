@@ -8,8 +8,9 @@ from typing import cast
 
 import pytest
 
+from tunebook.commands.job import plan_job
 from tunebook.commands.preflight import check_upload, require_runnable
-from tunebook.commands.train import plan_job, set_up_folder
+from tunebook.commands.train import set_up_folder
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
 from tunebook.record.manifest import read_manifest, update_manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunebook.record import start_up
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.record.start_up import StartClock, note_first_step, note_launch
+from tunebook.record.start_up import StartClock, launch_time, note_first_step, note_launch
 
 
 def test_launcher_and_rank_add_up_to_the_first_step(run_config, monkeypatch, tmp_path: Path) -> None:
@@ -19,6 +19,7 @@ def test_launcher_and_rank_add_up_to_the_first_step(run_config, monkeypatch, tmp
     noted = read_manifest(tmp_path)["start_up"]
     assert (noted["launcher"], noted["rank"], noted["first_step_s"]) == ({"plan": 2.0}, {}, None)
     launched = start_up.datetime.fromisoformat(noted["launched"]).timestamp()
+    assert launch_time(tmp_path) == launched
     rank = StartClock(launched + 3.0)
     monkeypatch.setattr(time, "time", lambda: launched + 7.5)
     rank.passed("model")

@@ -93,8 +93,10 @@ def run_command(words: list[str]) -> None:
     """Run `tunebook` with some words, to its end."""
     from tunebook.cli.app import main as tunebook
     from tunebook.commands import attempt
+    from tunebook.processes import EarlyStart
 
     attempt.run_and_wait = run_and_wait
+    EarlyStart.start = lambda *_: None  # the rank is forked
     sys.argv = words
     tunebook()
 

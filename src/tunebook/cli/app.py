@@ -94,8 +94,8 @@ def train(
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe, or your model on your data: compose, check, plan, prepare, launch, evaluate, report."""
-    from tunebook.commands.plan import plan_command
-    from tunebook.commands.train import plan_job, run_job
+    from tunebook.commands.job import plan_job
+    from tunebook.processes import EarlyStart
     from tunebook.record.start_up import StartClock, process_begun
 
     clock = StartClock(process_begun())
@@ -104,11 +104,17 @@ def train(
     recipe, overrides = split(words, recipes_dir)
     console = make_console()
     if dry_run:
+        from tunebook.commands.plan import plan_command
+
         raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], console, folder=run_folder))
     outlive_readers()
-    job = plan_job(recipe, overrides, recipes_dir or [])
-    clock.passed("plan")
-    raise typer.Exit(run_job(job, console, folder=run_folder, clock=clock))
+    with EarlyStart() as early:
+        job = plan_job(recipe, overrides, recipes_dir or [], early)
+        from tunebook.commands.train import run_job  # while the rank starts
+
+        clock.passed("plan")
+        code = run_job(job, console, folder=run_folder, clock=clock, early=early)
+    raise typer.Exit(code)
 
 
 @app.command()

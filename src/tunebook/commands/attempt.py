@@ -32,6 +32,7 @@ from tunebook.launch.logs import launcher_log, make_logs, torchrun_log
 from tunebook.launch.outcome import training_outcome
 from tunebook.launch.resume import is_trained
 from tunebook.launch.supervise import ProcessEnd, StopRequests, run_and_wait
+from tunebook.processes import EarlyStart
 from tunebook.record.contamination import (
     CHECK,
     CONTAMINATION_FILE,
@@ -59,6 +60,7 @@ class Attempt:
     console: Console
     requests: StopRequests
     clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
+    early: EarlyStart = field(default_factory=EarlyStart)  # may have started the only rank
 
     def carry_out(self) -> int:
         """Run the whole attempt; return the exit code of the run's outcome. Errors are recorded, then raised."""
@@ -87,6 +89,8 @@ class Attempt:
         if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, BEFORE):
             self._evaluate(BEFORE)
             self.clock.passed("evaluation_before")
+        if is_done:
+            self.early.cancel()
         outcome = read_outcomes(self.folder, world_size(self.config)) if is_done else self._train()
         if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
             self._evaluate(AFTER)
@@ -153,6 +157,7 @@ class Attempt:
                 stop_file=folder / STOP_FILE,
                 end_timeout_s=config.launcher.timeout_s,
                 requests=self.requests,
+                early=self.early,
             )
         finally:
             (folder / START_FILE).unlink(missing_ok=True)

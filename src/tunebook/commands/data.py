@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tunebook.commands.train import plan_job, prepare_data
+from tunebook.commands.job import plan_job
+from tunebook.commands.train import prepare_data
 from tunebook.terminal import print_text
 
 # The quickstart's tokens are half as long as a model's own, so 4,096 of them are a text as 2,048 of those. The factor

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tunebook.commands.train import plan_job, prepare_data, run_job
+from tunebook.commands.job import plan_job
+from tunebook.commands.train import prepare_data, run_job
 from tunebook.config.book import book_root
 from tunebook.config.frozen import typed_in
 from tunebook.config.identity import comparable_config, flat_differences

@@ -33,9 +33,10 @@ from tunebook.launch.slurm import follow, refuse_if_queued, submit
 from tunebook.launch.supervise import StopRequests
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.auto.decisions import AS_ASKED
-from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
+from tunebook.plan.draft import Draft, draft_json, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_warnings
+from tunebook.processes import EarlyStart
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, start_manifest
 from tunebook.record.run_folder import (
     PLAN_FILE,
@@ -54,22 +55,19 @@ if TYPE_CHECKING:
     from tunebook.data.prepared import Prepared
 
 
-def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:
-    """Compose, resolve and check a run; does not download or write anything, or import what needs a GPU.
-
-    Raises: RequestError if it does not compose, RulesError with all broken rules at once.
-    """
-    draft = draft_run(recipe, overrides, recipes_dirs)
-    draft.raise_errors()
-    return draft
-
-
-def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
+def run_job(
+    job: Draft,
+    console: Console,
+    *,
+    folder: Path | None = None,
+    clock: StartClock | None = None,
+    early: EarlyStart | None = None,
+) -> int:
     """Prepare, launch, evaluate and report; return the exit code of the run's outcome.
 
-    `clock` holds earlier phases, if the caller timed them.
+    `clock` holds earlier phases, if the caller timed them. `early` may have started the only rank.
     """
-    config, clock = job.config, clock or StartClock()
+    config, clock, early = job.config, clock or StartClock(), early or EarlyStart()
     num_choices = sum(choice.why != AS_ASKED for choice in job.resolved.choices)
     if num_choices:
         print_text(f"auto chose {counted(num_choices, 'setting')}: tunebook plan and the report show them", console)
@@ -111,7 +109,13 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
                 set_up_folder(job, plan, prepared, folder)
                 clock.passed("run_folder")
                 attempt = Attempt(
-                    config=config, folder=folder, lock=lock, console=console, requests=requests, clock=clock
+                    config=config,
+                    folder=folder,
+                    lock=lock,
+                    console=console,
+                    requests=requests,
+                    clock=clock,
+                    early=early,
                 )
                 return attempt.carry_out()
     # The job holds the folder from here on.

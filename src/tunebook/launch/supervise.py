@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from tunebook.processes import (
+    EarlyStart,
     adopting_orphans,
     children_of,
     end_children,
@@ -83,20 +84,22 @@ def run_and_wait(
     stop_file: Path | None = None,
     end_timeout_s: float = float("inf"),
     requests: StopRequests | None = None,
+    early: EarlyStart | None = None,
 ) -> ProcessEnd:
     """Run a command until it ends. `log`, for its standard error, and the others are those of `start`.
 
     The first stop request is written to `stop_file`; without one, the command gets SIGTERM. `requests` are those of a
-    caller that listens for longer. Processes that the command leaves behind get `stop_timeout_s` to save and end, and
-    are then killed. torchrun is killed if it stays for `end_timeout_s` after its ranks have ended: it waits for a lost
-    first node without a limit of its own.
+    caller that listens for longer. `early` may have started the command already. Processes that the command leaves
+    behind get `stop_timeout_s` to save and end, and are then killed. torchrun is killed if it stays for `end_timeout_s`
+    after its ranks have ended: it waits for a lost first node without a limit of its own.
     """
     with ExitStack() as stack:
         requests = requests or stack.enter_context(StopRequests().listening())
         stack.enter_context(adopting_orphans())
         before = children_of(os.getpid())
         limit_s = end_timeout_s if "torch.distributed.run" in command else float("inf")
-        with start(command, environment, keep_open, errors=log, output=output) as process:
+        started = early.hand_over(command, environment, keep_open) if early is not None else None
+        with started or start(command, environment, keep_open, errors=log, output=output) as process:
             exit_code = _wait_for(process, requests, stop_file, limit_s)
         end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: requests.is_urgent)
     return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)

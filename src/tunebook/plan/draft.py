@@ -94,12 +94,19 @@ class Draft:
 
 
 def draft_run(
-    recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine | None = None
+    recipe: str | None,
+    overrides: list[str],
+    recipes_dirs: list[Path],
+    machine: Machine | None = None,
+    composition: Composition | None = None,
 ) -> Draft:
-    """Plan a run as far as possible, on this machine by default. Errors are stored, not raised."""
+    """Plan a run as far as possible, on this machine by default. Errors are stored, not raised.
+
+    `composition` is that of the recipe and the overrides, if the caller has it.
+    """
     draft = Draft(recipe=recipe, machine=machine, overrides=overrides, recipes_dirs=recipes_dirs)
     try:
-        composition = draft.composition = compose(recipe, overrides, recipes_dirs)
+        composition = draft.composition = composition or compose(recipe, overrides, recipes_dirs)
     except RequestError as error:
         draft.error = error
         return draft

@@ -50,6 +50,11 @@ def note_launch(folder: Path, clock: StartClock) -> None:
     add_to_manifest(folder, {START_UP_KEY: phases})
 
 
+def launch_time(folder: Path) -> float:
+    """The time that `note_launch` wrote, in seconds since 1970."""
+    return datetime.fromisoformat(manifest_or_empty(folder)[START_UP_KEY]["launched"]).timestamp()
+
+
 def note_first_step(folder: Path, clock: StartClock) -> None:
     """Write the phases of rank 0, whose first step has just ended, and the total."""
     recorded: dict[str, Any] = manifest_or_empty(folder).get(START_UP_KEY) or {}
