@@ -135,6 +135,8 @@ def model_words(case: dict[str, Any], folder: Path, *, has_weights: bool = False
     Empty if the run's own overrides choose it. `has_weights`: write weights for a run that reads them.
     """
     name, overrides = case.get("model"), case["overrides"]
+    if any(word.startswith("model=/") for word in overrides):  # a folder
+        return []
     if "model.weights=pretrained" in overrides:
         return [f"model.path={write_model(name or 'qwen25_05b', folder, has_weights=has_weights)}"]
     if "kind" in case:

@@ -182,6 +182,7 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
     if (file := folder / "manifest.json").exists():
         manifest = json.loads(file.read_text())
         found |= {key: manifest.get(key) for key in ("parallelism_found", "leak_probe")}
+        found["first_step_s"] = (manifest.get("start_up") or {}).get("first_step_s")  # with its wait for the GPUs
     metrics = folder / "metrics.jsonl"
     lines = [line for line in read_lines(metrics) if "loss" in line] if metrics.exists() else []
     if not lines:

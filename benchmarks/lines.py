@@ -35,9 +35,9 @@ def add_line(line: Line, file: Path | None) -> None:
             stream.write(text + "\n")
 
 
-def surroundings(packages: Iterable[str] = PACKAGES, site: Path | None = None) -> Line:
-    """The date and the versions of the packages that are installed, those in the folder `site` first."""
-    path = [*([str(site)] if site else []), *sys.path]
+def surroundings(packages: Iterable[str] = PACKAGES, folders: Iterable[str] = ()) -> Line:
+    """The date and the versions of the packages that are installed, those in `folders` first."""
+    path = [*folders, *sys.path]
     found = {name: next(iter(metadata.distributions(name=name, path=path)), None) for name in packages}
     versions = {name: package.version for name, package in found.items() if package is not None}
     return {"date": f"{datetime.now(UTC):%Y-%m-%d}", "packages": versions}

@@ -1,4 +1,4 @@
-"""The documents of speed measurements as each peer reads them, the FLOPs of their tokens, and the median of speeds.
+"""What measurements of peers share: documents, random models, a process with a time limit, and the line of a result.
 
 Every peer gets the documents that `dataset=synthetic` makes. A peer that reads text gets the id of each token as a
 word, and a tokenizer whose vocabulary is these words, so that documents keep their lengths.
@@ -6,8 +6,13 @@ word, and a tokenizer whose vocabulary is these words, so that documents keep th
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import signal
 import statistics
+import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +31,10 @@ TOKENS_PER_STEP, DOCUMENTS_PER_GPU = 32_768, 4000
 WARM_UP_STEPS = 10  # of those that are not timed
 EOS, PADDING = "<eos>", "<pad>"
 TINY = "tiny"  # a model small enough for a CPU, to try a peer without a GPU
-_EOS_IDS = {"qwen25_3b": 151645, "qwen3_4b": 151645, "llama3_8b": 128001, "llama31_8b": 128001, "llama32_1b": 128001,
-            TINY: 2000}  # fmt: skip
+_EOS_IDS = {"qwen25_3b": 151645, "qwen25_7b": 151645, "qwen3_4b": 151645, "llama3_8b": 128001, "llama31_8b": 128001,
+            "llama32_1b": 128001, TINY: 2000}  # fmt: skip
+EQUAL = SyntheticConfig(min_tokens=512, max_tokens=512)
+SHORT = SyntheticConfig(log_mean_tokens=5.34, log_sigma_tokens=0.6, max_tokens=2048)  # 250 tokens on average
 _TINY_FACTS = {
     "architecture": "Qwen2ForCausalLM", "num_parameters": 1_180_224, "num_layers": 2, "hidden_size": 256,
     "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 2048,
@@ -63,6 +70,14 @@ class Corpus:
         flops = flops_per_token(self.facts, attended, num_trained_parameters)
         return round(model_flops_utilization(tokens_per_second_per_gpu, flops, PEAK_TFLOPS), 4)
 
+    def write_model(self, folder: Path) -> None:
+        """The model's config.json, its tokenizer, and the documents, `{"input_ids": ...}` a line."""
+        from tunebook.model.load import architecture_from_facts
+
+        self.write_tokenizer(folder)
+        architecture_from_facts(self.facts).save_pretrained(folder)
+        write_lines(folder / "documents.jsonl", ({"input_ids": ids} for ids in self.documents))
+
     def write_texts(self, folder: Path) -> None:
         """One line a document, `{"text": ...}`, alone in its folder; the reader appends EOS."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +99,51 @@ class Corpus:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
+def peer_parser(description: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
+    """The arguments that scripts of peers share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines; logs go next to it")
+    parser.add_argument("--only", nargs="*", choices=list(names), metavar="NAME", help="some of: %(choices)s")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS, help="of those that are not timed")
+    parser.add_argument("--timeout-s", type=float, default=300, help="of one variant")
+    parser.add_argument("--python-path", metavar="PATH", help="PYTHONPATH of the peer, this one's if not given")
+    return parser
+
+
+def folders_of(python_path: str | None = None) -> list[str]:
+    """The folders of `--python-path`, or of PYTHONPATH."""
+    path = os.environ.get("PYTHONPATH", "") if python_path is None else python_path
+    return [folder for folder in path.split(os.pathsep) if folder]
+
+
+def run_peer(command: list[str], log: Path, timeout_s: float, folders: list[str], **more: str) -> int | None:
+    """The exit code, or None after a timeout. Ends all its processes: ranks outlive a killed launcher.
+
+    `folders` are those that it imports from, `more` are variables of its environment.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join([*folders, str(Path(__file__).parent)])
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | more
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
 def median_speed(speeds: list[float], warm_up_steps: int = WARM_UP_STEPS) -> Line:
     """The median of the steps after the warm-up; without one, only their number."""
     timed = speeds[warm_up_steps:]
     found: Line = {"steps": len(speeds), "timed_steps": len(timed)}
     return found | ({"tokens_per_second_per_gpu": round(statistics.median(timed), 1)} if timed else {})
+
+
+def last_words(log: Path) -> str:
+    """The end of a log, for a variant that failed."""
+    return log.read_text(errors="replace").strip()[-1500:]

@@ -1,172 +1,161 @@
 """The speed of torchtitan on the documents that Tunebook's speed is measured on. One JSON line per variant.
 
-    python benchmarks/peer_torchtitan.py --output DIR --site DIR [--only NAME ...] [--gpus 4] [--steps 25]
+    python benchmarks/peer_torchtitan.py --output FILE --python-path SITE [--only NAME ...] [--gpus 4] [--steps 25]
 
-Needs torchtitan 0.2.2, the newest that imports with torch 2.11, in `--site` or on PYTHONPATH. Its own trainer, started
-as its run_train.sh starts it. Its text data set lays the documents end to end and cuts the stream into rows: no token
-is padding. Its SDPA attention looks across documents; the variants `_by_document` use its varlen attention, which does
-not. Weights and optimizer are fp32, computed in bf16: by FSDP2's mixed precision, or by autocast on one GPU. 32,768
-tokens a GPU and optimizer step; the speed is what it logs (tps), the median after the first 10 steps. Lines go to
-OUTPUT/peer_torchtitan.jsonl, the output of each variant next to it.
+SITE has torchtitan 0.3.0 with torchdata, torch_checkpointing, spmd_types, tyro and datasets < 4.8. Its own trainer,
+started as its run_train.sh starts it; see `peer_torchtitan_models.py` for its configurations. Its text data set lays
+documents end to end and cuts the stream into rows: no token is padding. Flex attention keeps documents apart. Weights
+and optimizer are fp32, computed in bf16; with adapters all is bf16, and documents have 512 tokens. 32,768 tokens a GPU
+and optimizer step; the speed is what it logs (tps), the median after the first 10 steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from gpu_queue import require_gpus
 from lines import Line, add_line, surroundings
-from peer_documents import DOCUMENTS_PER_GPU, TOKENS_PER_STEP, Corpus, median_speed
+from peer_documents import (
+    DOCUMENTS_PER_GPU,
+    EQUAL,
+    TINY,
+    TOKENS_PER_STEP,
+    Corpus,
+    folders_of,
+    last_words,
+    median_speed,
+    peer_parser,
+    run_peer,
+)
+
+from tunebook.config.schema import SyntheticConfig
 
 _STEP = re.compile(
-    r"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>[-\d.a-z]+)\s+grad_norm:\s*[-\d.a-z]+\s+memory:\s*(?P<gib>[-\d.]+)GiB"
-    r".*?tps:\s*(?P<tps>[\d,]+)\s+tflops:\s*[\d,.]+\s+mfu:\s*(?P<mfu>[\d.]+)%"
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ - .*step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>[-\d.a-z]+)\s+"
+    r"grad_norm:\s*[-\d.a-z]+\s+memory:\s*(?P<gib>[-\d.]+)GiB.*?tps:\s*(?P<tps>[\d,]+)\s"
 )
+_START = "from peer_torchtitan_start import main; main()"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is typed after what all have in common."""
+    """A configuration of `peer_torchtitan_models` and its rows."""
 
     model: str  # ours
-    name: str  # torchtitan's
-    flavor: str
-    words: list[str] = field(default_factory=list)
+    config: str
     rows: int = 1  # of a micro batch
     length: int = 8192  # of a row
+    words: list[str] = field(default_factory=list)
 
 
-# By default the trainer's own process makes its rows, about 25 ms of a step.
-_COMPILED = ["--compile.enable", "--training.dataloader.num_workers=1", "--training.dataloader.pin_memory",
-             "--training.dataloader.prefetch_factor=8"]  # fmt: skip
-_STORED = ["--activation_checkpoint.mode=none"]
-_SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
-_FP8 = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.filter_fqns=output",
-        "--quantize.linear.float8.enable_fsdp_float8_all_gather",
-        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]  # fmt: skip
-_LLAMA, _QWEN = ("llama3_8b", "llama3"), ("qwen25_3b", "qwen3")
+_WITHOUT_GRAPHS = ["--training.disable_cuda_graphs"]
+_LLAMA, _QWEN = "llama31_8b", "qwen25_3b"
 VARIANTS: dict[str, Variant] = {
-    "llama8b_default": Variant(*_LLAMA, "8B", _SELECTIVE),  # as its llama3_8b.toml says
-    "llama8b_compiled_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED]),
-    "llama8b_compiled_by_document_16384": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED], length=16384),
-    "llama8b_compiled_selective_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_SELECTIVE], rows=2),
-    "llama8b_fp8_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED, *_FP8]),
-    "llama8b_fp8_by_document_16384": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED, *_FP8], length=16384),
-    "qwen3b_default": Variant(*_QWEN, "2.5-3B", _SELECTIVE),
-    "qwen3b_compiled_by_document": Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_STORED]),
-    "qwen3b_compiled_by_document_16384": Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_STORED], length=16384),
-    "qwen3b_compiled_selective_by_document": Variant(*_QWEN, "2.5-3B_varlen", [*_COMPILED, *_SELECTIVE], rows=2),
+    "qwen3b_compiled_16384": Variant(_QWEN, "qwen3b_compiled", length=16384),
+    "qwen3b_compiled": Variant(_QWEN, "qwen3b_compiled"),
+    "qwen3b_compiled_without_graphs": Variant(_QWEN, "qwen3b_compiled", words=_WITHOUT_GRAPHS),
+    "qwen3b_compiled_selective": Variant(_QWEN, "qwen3b_compiled_selective", rows=2),
+    "qwen3b_default": Variant(_QWEN, "qwen3b_default"),
+    "llama8b_lora": Variant(_LLAMA, "llama8b_lora"),
+    "llama8b_lora_without_graphs": Variant(_LLAMA, "llama8b_lora", words=_WITHOUT_GRAPHS),
+    "llama8b_lora_budget": Variant(_LLAMA, "llama8b_lora_budget"),
+    "llama8b_lora_recomputed": Variant(_LLAMA, "llama8b_lora_recomputed"),
+    "llama8b_lora_fp8": Variant(_LLAMA, "llama8b_lora_fp8"),
+    "llama8b_default": Variant(_LLAMA, "llama8b_default"),
+    "llama8b_compiled": Variant(_LLAMA, "llama8b_compiled"),
+    "llama8b_compiled_16384": Variant(_LLAMA, "llama8b_compiled", length=16384),
+    "llama8b_compiled_selective": Variant(_LLAMA, "llama8b_compiled_selective", rows=2),
+    "llama8b_fp8": Variant(_LLAMA, "llama8b_fp8"),
+    "llama8b_fp8_16384": Variant(_LLAMA, "llama8b_fp8", length=16384),
+    "tiny": Variant(TINY, "tiny", length=512, words=_WITHOUT_GRAPHS),
+    "tiny_lora": Variant(TINY, "tiny_lora", length=512, words=_WITHOUT_GRAPHS),
 }
 
 
 def words_of(variant: Variant, gpus: int, steps: int) -> list[str]:
     """What is typed after `torchtitan.train`, less folders."""
     return [
-        f"--model.name={variant.name}",
-        f"--model.flavor={variant.flavor}",
-        "--experimental.custom_import=peer_torchtitan_models",
-        "--training.dataset=c4_test",  # a folder of jsonl files with `text`
+        "--module=peer_torchtitan_models",
+        f"--config={variant.config}",
         f"--training.seq_len={variant.length}",
         f"--training.local_batch_size={variant.rows}",
-        f"--training.global_batch_size={gpus * TOKENS_PER_STEP // variant.length}",
+        f"--training.global_batch_size={gpus * _tokens(variant) // variant.length}",
         f"--training.steps={steps}",
-        "--optimizer.lr=3e-5",
-        "--lr_scheduler.warmup_steps=3",
-        "--metrics.log_freq=1",
-        "--metrics.disable_color_printing",
         "--comm.train_timeout_seconds=300",  # of 100: the second step may compile again, for any length of document
         *variant.words,
     ]
 
 
-def measure(name: str, corpus: Corpus, folder: Path, asked: argparse.Namespace) -> Line:
+def _tokens(variant: Variant) -> int:
+    return 2 * variant.length if variant.model == TINY else TOKENS_PER_STEP
+
+
+def measure(name: str, folder: Path, asked: argparse.Namespace) -> Line:
     """Write data and tokenizer, train, and read the log."""
     variant = VARIANTS[name]
-    data, tokenizer = folder / "data" / variant.model, folder / "tokenizer" / variant.model
+    has_adapters = "lora" in variant.config
+    corpus = Corpus(variant.model, DOCUMENTS_PER_GPU * asked.gpus, EQUAL if has_adapters else SyntheticConfig())
+    place = folder / variant.model / ("adapters" if has_adapters else "whole")
+    data, tokenizer = place / "data", place / "tokenizer"
     if not data.exists():
         corpus.write_texts(data)
         corpus.write_tokenizer(tokenizer)
     words = words_of(variant, asked.gpus, asked.steps)
     # As run_train.sh does, but for the port: several may run on one machine.
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={asked.gpus}", "--rdzv_backend=c10d",
-               "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0", "--role=rank", "--tee=3", "-m",
-               "torchtitan.train", *words, f"--training.dataset_path={data}", f"--model.hf_assets_path={tokenizer}",
-               f"--job.dump_folder={folder / 'runs' / name}"]  # fmt: skip
-    site = [str(asked.site.resolve())] if asked.site else []
-    places = [*site, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(places), "PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    log = asked.output / f"torchtitan-{name}.txt"
-    exit_code = _run(command, environment, log, asked.timeout_s)
+               "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0", "--role=rank", "--tee=3", "--no-python",
+               sys.executable, "-c", _START, *words, f"--dataloader.dataset_path={data}",
+               f"--hf_assets_path={tokenizer}", f"--dump_folder={folder / 'runs' / name}"]  # fmt: skip
+    log, started = asked.output.parent / f"torchtitan-{name}.txt", time.time()
+    exit_code = run_peer(
+        command, log, asked.timeout_s, folders_of(asked.python_path), HF_DATASETS_CACHE=str(folder / "cache"),
+        PYTORCH_ALLOC_CONF="expandable_segments:True", OMP_NUM_THREADS="1",
+    )  # fmt: skip
     line = {"name": name, "peer": "torchtitan", "model": variant.model, "weights": "random", "gpus": asked.gpus,
             "settings": words, "exit_code": exit_code}  # fmt: skip
-    line |= read_log(log.read_text(errors="replace"), corpus)
-    return line | surroundings(("torchtitan", "torch", "torchao", "triton"), asked.site)
+    line |= read_log(log, variant, corpus, started, asked.warm_up_steps)
+    return line | surroundings(("torchtitan", "torch", "torchao", "triton"), folders_of(asked.python_path))
 
 
-def _run(command: list[str], environment: dict[str, str], log: Path, timeout_s: float) -> int | None:
-    """The exit code, or None after a timeout. Ends all its processes: ranks outlive a killed launcher."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return None
-
-
-def read_log(text: str, corpus: Corpus) -> Line:
+def read_log(log: Path, variant: Variant, corpus: Corpus, started: float, warm_up_steps: int) -> Line:
     """What its log says of each step."""
+    text = log.read_text(errors="replace")
     steps = [found.groupdict() for found in map(_STEP.search, text.splitlines()) if found]
-    line = median_speed([float(step["tps"].replace(",", "")) for step in steps])
+    line = median_speed([float(step["tps"].replace(",", "")) for step in steps], warm_up_steps)
     if not line["timed_steps"]:
-        return line | {"error": text.strip()[-1500:]}
+        return line | {"error": last_words(log)}
     speed = line["tokens_per_second_per_gpu"]
+    first_step = datetime.strptime(steps[0]["time"], "%Y-%m-%d %H:%M:%S").timestamp()
     return line | {
-        "mfu": corpus.mfu(speed),
-        "mfu_it_logs": float(steps[-1]["mfu"]) / 100,  # attention over whole rows, half of it masked
-        "seconds_per_step": round(TOKENS_PER_STEP / speed, 4),
-        "first_loss": float(steps[0]["loss"]),
-        "last_loss": float(steps[-1]["loss"]),
-        "memory_gib": max(float(step["gib"]) for step in steps),  # reserved
+        "mfu": None if "lora" in variant.config else corpus.mfu(speed),
+        "seconds_per_step": round(_tokens(variant) / speed, 4),
+        "first_step_s": round(first_step - started, 1),
+        "losses": [float(step["loss"]) for step in steps],
+        "memory_reserved_gib": max(float(step["gib"]) for step in steps),
     }
 
 
 def main(words: list[str] | None = None) -> int:
     """Measure one variant after the other; 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="default: those of one size for so many GPUs")
-    parser.add_argument("--steps", type=int, default=25)
+    parser = peer_parser(__doc__, VARIANTS)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--timeout-s", type=float, default=240, help="of one variant")
-    parser.add_argument("--site", type=Path, help="a folder of torchtitan's packages, before those of PYTHONPATH")
     asked = parser.parse_args(words)
-    prefix = "qwen3b_" if asked.gpus == 1 else "llama8b_"  # an 8B model's fp32 states need several GPUs
-    names = asked.only or [name for name in VARIANTS if name.startswith(prefix)]
-    require_gpus(asked.gpus)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    corpora = {model: Corpus(model, DOCUMENTS_PER_GPU * asked.gpus) for model in ("llama3_8b", "qwen25_3b")}
-    has_failed = False
+    names = asked.only or [name for name in VARIANTS if name.startswith("qwen3b_" if asked.gpus == 1 else "llama8b_")]
+    if not all(name.startswith("tiny") for name in names):
+        require_gpus(asked.gpus)
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            line = measure(name, corpora[VARIANTS[name].model], Path(folder), asked)
-            has_failed |= "error" in line
-            add_line(line, asked.output / "peer_torchtitan.jsonl")
-    return int(has_failed)
+            lines.append(measure(name, Path(folder), asked))
+            add_line(lines[-1], asked.output)
+    return int(any("error" in line for line in lines))
 
 
 if __name__ == "__main__":
