@@ -23,13 +23,18 @@ from peer_trl import write_weights
 from peer_unsloth import MODELS
 
 # Overrides of each run of Tunebook.
+_LEAST = ["activation=stored", "activation.memory_budget=0.2", "activation.offload=true"]
 OURS: dict[str, list[str]] = {
-    "lora": ["peft=lora"],
-    "lora_checkpointing": ["peft=lora", "activation=checkpointing"],
-    "qlora_checkpointing": ["peft=qlora", "activation=checkpointing"],
+    "lora": ["peft=lora", "activation=stored", "activation.memory_budget=0.8"],
+    "lora_least": ["peft=lora", *_LEAST, "training.max_length=4096", "packing.row_length=4096"],
+    "lora_least_8192": ["peft=lora", *_LEAST],
+    "qlora": ["peft=qlora", "activation=stored", "activation.memory_budget=0.8"],
+    "qlora_least": ["peft=qlora", *_LEAST, "training.max_length=4096", "packing.row_length=4096"],
+    "lora_fp8": ["peft=lora", "precision=fp8", "activation=stored", "activation.memory_budget=0.6"],
 }
 # Names of `OURS`, and modes of `peer_unsloth.py`.
-ORDER = ["lora", "unsloth_stored", "unsloth_checkpointing", "unsloth_4bit", "lora_checkpointing", "qlora_checkpointing"]
+ORDER = ["lora", "unsloth_stored", "lora_least", "unsloth_checkpointing", "qlora_least", "unsloth_4bit", "lora_fp8",
+         "qlora", "lora_least_8192"]  # fmt: skip
 _SHARED = [
     "hardware=hopper", "hardware.gpus_per_node=1", "launcher=local", "evaluation=none",
     "parallelism=single", "training.save_every_steps=null", "training.evaluate_every_steps=null",

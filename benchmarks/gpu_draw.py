@@ -60,7 +60,8 @@ KEEPS = {
     "as auto decides": [],
     "stored": ["activation=stored"],
     "checkpointing": ["activation=checkpointing"],
-    "selective": ["activation=selective"],
+    "cheap budget": ["activation=stored", "activation.memory_budget=0.6"],
+    "low budget": ["activation=stored", "activation.memory_budget=0.2"],
     "offload": ["activation=stored", "activation.offload=true"],
 }
 ADAPTERS = [

@@ -137,23 +137,12 @@ def _left_behind() -> set[str]:
 
 @pytest.fixture
 def own_compiler() -> Iterator[None]:
-    """Discard compiled code and restore torch's compiler settings after the test; a run sets them for its process.
+    """Discard compiled code and restore torch's compiler settings after the test; a run sets them for its process."""
+    from torch import _dynamo
 
-    By torch's own `patch`: pytest's `monkeypatch` would remove the setting.
-    """
-    from torch import _dynamo, compiler
-    from torch._functorch import config as functorch
+    from tunebook.facts.compiling import keeping_compiler_settings
 
-    defaults = {
-        "ban_recompute_materialized_backward": True,
-        "ban_recompute_used_far_apart": True,
-        "ban_recompute_long_fusible_chains": True,
-    }
-    with (
-        _dynamo.config.patch(optimize_ddp=True),
-        compiler.config.patch(dynamic_sources=""),
-        functorch.patch(defaults),
-    ):
+    with keeping_compiler_settings():
         yield
     _dynamo.reset()
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_RANK_MODULE = "tunebook.train.run"  # every rank imports it last before it connects
+_RANK_MODULE = "tunebook.train.run"  # every rank calls its `run_rank` before it connects
 _POLL_S = 0.02
 
 
 class _RankFinder(importlib.abc.MetaPathFinder):
-    """Finds the ranks' module as usual, and waits once it has been loaded."""
+    """Finds the ranks' module as usual, and lets its `run_rank` wait."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,19 +38,25 @@ class _RankFinder(importlib.abc.MetaPathFinder):
         loader: Any = spec.loader if spec else None
         execute = loader.exec_module
 
-        def execute_and_wait(module: Any) -> None:
+        def execute_and_change(module: Any) -> None:
             execute(module)
             _add_traces(module.RecipeTrainer)
-            _wait_for_turn()
+            run_rank = module.run_rank
 
-        loader.exec_module = execute_and_wait
+            def wait_and_run(folder: Path, *rest: Any) -> Any:
+                _wait_for_turn(folder)
+                return run_rank(folder, *rest)
+
+            module.run_rank = wait_and_run
+
+        loader.exec_module = execute_and_change
         return spec
 
 
-def _wait_for_turn() -> None:
+def _wait_for_turn(run_folder: Path) -> None:
     turn = Path(os.environ["TUNEBOOK_BENCH_TURN"])
     if "TUNEBOOK_BENCH_UNSAVED" in os.environ:
-        (Path(sys.argv[1]) / ".unsaved").touch()  # in the run folder
+        (run_folder / ".unsaved").touch()
     (turn / f"ready-{os.environ.get('RANK', '0')}").touch()
     while not (turn / "go").exists():
         time.sleep(_POLL_S)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_func
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -141,11 +143,11 @@ PARTITIONED = "aot_eager_decomp_partition"  # decides what is kept as the compil
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_selective_recomputation_has_the_same_gradients(small_qwen2, relative_difference):
-    def trained(recomputes):
+def test_less_is_kept_with_a_budget_and_gradients_are_the_same(small_qwen2, relative_difference):
+    def trained(memory_budget):
         torch._dynamo.reset()
         model = small_qwen2(num_hidden_layers=1, intermediate_size=48)
-        compile_layers(model, recomputes=recomputes, backend=PARTITIONED)
+        compile_layers(model, memory_budget=memory_budget, backend=PARTITIONED)
         kept = {}
 
         def keep(tensor):
@@ -158,13 +160,37 @@ def test_selective_recomputation_has_the_same_gradients(small_qwen2, relative_di
         loss.backward()
         return shapes, {name: parameter.grad for name, parameter in model.named_parameters()}, model.config
 
-    (stored, expected, config), (selective, computed, _) = trained(False), trained(True)
+    (stored, expected, config), *others = map(trained, (1, 0.8, 0))
     inner = (INPUTS["input_ids"].numel(), config.intermediate_size)
-    # Gate, up and what the last product reads of both; and without the last.
-    assert [shape[-2:] for shape in stored].count(inner) == 3
-    assert [shape[-2:] for shape in selective].count(inner) == 2
-    for name, gradient in computed.items():
-        assert relative_difference(gradient, expected[name]) < ROUNDING, name
+    # Gate, up and what the last product reads of both; without the last; nothing.
+    counts = [[shape[-2:] for shape in shapes].count(inner) for shapes in (stored, *(each[0] for each in others))]
+    assert counts == [3, 2, 0]
+    for _, computed, _ in others:
+        for name, gradient in computed.items():
+            assert relative_difference(gradient, expected[name]) < ROUNDING, name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("memory_budget", [0.3, 0])
+def test_the_backward_pass_draws_no_other_numbers_for_dropout(small_qwen2, memory_budget):
+    """torch would draw the seeds again, and drop other inputs than the forward pass did."""
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs: list[list[str]] = []
+
+    def record(graph, inputs, **_):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    settings = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(small_qwen2(num_hidden_layers=1), settings).train()
+    inductor = partial(compile_fx, inner_compile=record)
+    compile_layers(model.get_base_model(), memory_budget=memory_budget, backend=inductor)
+    model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum().backward()
+    forward, backward = graphs
+    assert "prims.inductor_seeds.default" in forward
+    assert "prims.inductor_random.default" in backward
+    assert "prims.inductor_seeds.default" not in backward
 
 
 class Traced(Exception):  # noqa: N818 - the end of a trace, no error

@@ -73,7 +73,7 @@ def test_every_frozen_layer_is_converted_and_takes_the_bytes_it_had(adapted):
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
     assert not any(weight() is not None for weight in freed)
     layers = [layer for layer in model.modules() if isinstance(layer, FrozenFp8Linear)]
-    assert sum(layer.weight.nbytes + layer.transposed.nbytes for layer in layers) == num_bytes
+    assert sum(layer.forward_weight.nbytes + layer.backward_weight.nbytes for layer in layers) == num_bytes
     assert not any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
     assert not [name for layer in layers for name, _ in layer.named_buffers()]
 

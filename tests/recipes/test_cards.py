@@ -11,7 +11,9 @@ from .conftest import Composed
 
 RECIPES = book_root() / "recipes"
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-OWN = {"quickstart", "smollm2_135m_boolq", "smollm2_135m_lora", "smollm2_135m_tools"}  # without an outside source
+OWN = {  # without an outside source
+    "quickstart", "smollm2_135m_boolq", "smollm2_135m_lora", "smollm2_135m_tools", "llama31_8b_lora_fp8",
+}  # fmt: skip
 SECTIONS = ["Claim", "Hardware", "Commands", "What the source reports", "Settings", "Deviations", "Evidence"]
 SOURCES = (
     "Distributed SFT with trl and DeepSpeed Part 2",

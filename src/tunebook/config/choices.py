@@ -161,11 +161,10 @@ class Switch(Enum):
 
 
 class Checkpointing(Enum):
-    """Which results of the forward pass are recomputed in the backward pass instead of being kept."""
+    """Whether layers are recomputed in the backward pass instead of keeping their results."""
 
     auto = "auto"
-    disabled = "disabled"  # nothing
-    selective = "selective"  # what costs little: norms and activation functions of compiled blocks, no products
+    disabled = "disabled"
     enabled = "enabled"  # every layer, whole
 
 

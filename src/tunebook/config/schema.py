@@ -282,9 +282,12 @@ class PackingConfig:
 class ActivationConfig:
     """What is kept of the forward pass for the backward pass."""
 
-    # Recompute each layer whole (enabled: saves most activations, costs about a third in speed), of compiled blocks
-    # only what costs little (selective), or nothing (disabled)
+    # Recompute each layer whole (enabled: saves most activations, costs about a third in speed), or not (disabled)
     checkpointing: Checkpointing = Checkpointing.auto
+    # Share of the activations of compiled blocks that is kept: at 1 all that the compiler keeps; below, the operations
+    # that take the least time to recompute are recomputed first; at 0 whole blocks; null: the highest that fits where
+    # checkpointing is auto, else 1
+    memory_budget: float | None = number(None, at_least=0, at_most=1, metadata=_SAME_LOSS)
     offload: bool = False  # keep activations in host memory
     # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise, and once
     # more in the backward pass; null: all tokens of a pass at once

@@ -6,7 +6,7 @@ torch has one set of these settings per process, so all blocks of a process are 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tunebook.config.choices import Generation
@@ -18,31 +18,63 @@ from tunebook.facts.attention import attention_facts
 # slower (h200x4_speed.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
 _OPEN = r"L\['(?!self'\]).*"  # matches torch's names of local variables and of their contents
 
-# torch's reasons for keeping a result that could be recomputed, by their configuration names (2.11 and 2.13): the
-# backward pass has to write it to memory for a product, it is needed long after it was computed, or it depends on a
-# long chain. Without these reasons, torch keeps only operations that are more than elementwise arithmetic.
-_REASONS_TO_KEEP = (
-    "ban_recompute_materialized_backward",
-    "ban_recompute_used_far_apart",
-    "ban_recompute_long_fusible_chains",
-)
+CHEAP_BUDGET = 0.6  # the memory budget down to which norms and activation functions are recomputed, and few products
+_SMALLEST_BUDGET = 1e-9  # at 0 torch would recompute seeds, too (`_keep_seeds`)
+# Keys of each query in attention's FLOPs, whatever the documents: half of a document of 4,096 tokens.
+_ATTENDED_KEYS = 2048
 
 
-def set_up_compiler(*, recomputes: bool) -> None:
+def set_up_compiler(memory_budget: float | None) -> None:
     """Set up torch before a block is compiled: pass lengths are dynamic, and each block is one graph.
 
-    `recomputes`: the backward pass recomputes cheap results instead of keeping them.
+    `memory_budget`: 0 to 1, the share of the activations that is kept of those that torch would keep; None for 1. Below
+    1 torch recomputes what takes the fewest FLOPs for its bytes.
     """
     import torch
+    import torch.nn.attention.varlen  # defines the operation
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+    from torch.utils.flop_counter import flop_registry
 
     # torch would cut graphs at the ends of DDP's buckets, to send gradients while the rest of a graph runs. Separate
     # blocks allow that already. Cut blocks kept more activations and were slower (h200_speed_spread.jsonl).
     dynamo.optimize_ddp = False
     torch.compiler.config.dynamic_sources = _OPEN
-    for reason in _REASONS_TO_KEEP:
-        setattr(functorch, reason, not recomputes)
+    functorch.activation_memory_budget = 1.0 if memory_budget is None else max(memory_budget, _SMALLEST_BUDGET)
+    # Else torch would recompute custom operations first, such as attention.
+    functorch.is_non_builtin_to_include = True
+    # torch 2.11 has no formula. That of 2.13 squares the longest document of the first pass, so that ranks, and a run
+    # that resumes, would recompute different operations.
+    flop_registry[torch.ops.torch_attn._varlen_attn] = attention_flops
+    inductor.joint_custom_post_pass = _keep_seeds()
+
+
+def attention_flops(query: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of the forward pass of attention to packed documents, by its query."""
+    return 4 * int(query.numel()) * _ATTENDED_KEYS
+
+
+def _keep_seeds() -> Any:
+    """A pass over inductor's graphs of both passes, which has the forward pass keep the seeds of random numbers.
+
+    Below a budget of about a half, torch (2.11 and 2.13) draws them again in the backward pass, so that dropout would
+    drop other numbers there: the gradients would be wrong.
+    """
+    import torch
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    class KeepSeeds(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            for node in graph.nodes:
+                if node.target is torch.ops.prims.inductor_seeds.default:
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,))  # of cached graphs, which `attention_flops` changes, too
+
+    return KeepSeeds()
 
 
 @contextmanager
@@ -50,15 +82,20 @@ def keeping_compiler_settings() -> Iterator[None]:
     """Undo what `set_up_compiler` sets inside, in a process that compiles for a plan only."""
     import torch
     from torch._dynamo import config as dynamo
-    from torch._functorch import config
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
 
-    functorch: Any = config
     compiler: Any = torch.compiler.config
-    with (
-        dynamo.patch(optimize_ddp=dynamo.optimize_ddp),
-        functorch.patch({reason: getattr(functorch, reason) for reason in _REASONS_TO_KEEP}),
-        compiler.patch(dynamic_sources=compiler.dynamic_sources),
-    ):
+    settings: list[tuple[Any, str]] = [
+        (dynamo, "optimize_ddp"),
+        (functorch, "activation_memory_budget"),
+        (functorch, "is_non_builtin_to_include"),
+        (inductor, "joint_custom_post_pass"),
+        (compiler, "dynamic_sources"),
+    ]
+    with ExitStack() as stack:
+        for module, name in settings:
+            stack.enter_context(module.patch({name: getattr(module, name)}))
         yield
 
 

@@ -5,8 +5,8 @@ whole model would take minutes. Hooks, such as FSDP's, stay outside, since only 
 transformers recomputes activations inside that, so the compiler handles it, except for blocks with frozen parameters
 (`_OutsideTheGraph`). The row length is dynamic, so rows of another length compile nothing again.
 
-torch decides what a compiled block keeps for the backward pass: whatever takes time to recompute. With `recomputes`
-(selective activation checkpointing) norms and activation functions are computed twice, products and attention once.
+torch decides what a compiled block keeps for the backward pass: whatever takes time to recompute. With a memory budget
+below 1 it keeps less: first norms and activation functions are computed twice, then products and attention.
 
 The routers of a mixture of experts: transformers' hooks find the list to record logits into through a `ContextVar`
 (utils/output_capturing.py, 5.23), which torch's compiler cannot trace: it cut each block of Qwen3-MoE into several
@@ -29,10 +29,10 @@ from tunebook.facts.architectures import CHOSEN_EXPERTS, EXPERTS
 from tunebook.facts.compiling import set_up_compiler
 
 
-def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: Any = "inductor") -> int:
+def compile_layers(model: nn.Module, *, memory_budget: float | None = None, backend: Any = "inductor") -> int:
     """Compile the forward pass of every transformer block at its first run; returns the number of blocks.
 
-    `recomputes`: cheap results are recomputed in the backward pass instead of being kept. `backend` as torch.compile's.
+    `memory_budget`: see `set_up_compiler`. `backend` as torch.compile's.
     Raises: RequestError if transformers does not declare the blocks' classes.
     """
     blocks: list[Any] = list(transformer_blocks(model).values())
@@ -42,7 +42,7 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: Any =
             "blocks; try model.compile_layers=false",
             problem_id="no-layers-to-compile",
         )
-    set_up_compiler(recomputes=recomputes)
+    set_up_compiler(memory_budget)
     has_routers = "router_logits" in (getattr(model, "_can_record_outputs", None) or {})
     for block in blocks:
         replaced = vars(block).get("forward")

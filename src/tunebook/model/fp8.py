@@ -98,7 +98,8 @@ def convert_frozen_to_fp8(model: nn.Module, unreached: Collection[str] = ()) -> 
 class FrozenFp8Linear(nn.Module):
     """A frozen linear layer in fp8: (..., in_features) -> (..., out_features) in bf16.
 
-    The fp8 numbers are stored as bytes, which every library sends and moves without a conversion.
+    The fp8 numbers are stored as bytes, which every library sends and moves without a conversion. There is no `weight`,
+    so that code that reads one fails instead of computing with bytes.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -106,14 +107,14 @@ class FrozenFp8Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias
         weight = layer.weight.detach()
-        self.weight, self.weight_scale = _frozen(*in_fp8(weight))
-        self.transposed, self.transposed_scale = _frozen(*in_fp8(weight.t()))
+        self.forward_weight, self.forward_scale = _frozen(*in_fp8(weight))  # (out, in), (out, 1)
+        self.backward_weight, self.backward_scale = _frozen(*in_fp8(weight.t()))  # (in, out), (in, 1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Multiply in fp8, and add the bias in bf16."""
         function: Any = _FrozenProduct  # untyped upstream
         product: torch.Tensor = function.apply(
-            hidden, self.weight, self.weight_scale, self.transposed, self.transposed_scale
+            hidden, self.forward_weight, self.forward_scale, self.backward_weight, self.backward_scale
         )
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
@@ -130,20 +131,20 @@ def in_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """hidden @ weight.T and, backward, gradient @ weight. Shapes: weight (out, in), transposed (in, out)."""
+    """hidden @ weight.T and, in the backward pass, gradient @ weight."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        transposed: torch.Tensor,
-        transposed_scale: torch.Tensor,
+        forward_weight: torch.Tensor,
+        forward_scale: torch.Tensor,
+        backward_weight: torch.Tensor,
+        backward_scale: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(transposed, transposed_scale)
+        ctx.save_for_backward(backward_weight, backward_scale)
         ctx.dtype = hidden.dtype
-        return _multiply(hidden, weight, scale)
+        return _multiply(hidden, forward_weight, forward_scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -34,7 +34,7 @@ def suggest(draft: Draft) -> dict[str, Draft]:
     engines = ("zero3", "fsdp") if isinstance(config.parallelism, ZeroConfig) else ("fsdp", "zero3")
     half, is_cpu = config.training.max_length // 2, config.hardware.generation is Generation.cpu
     candidates = [  # of several in a line, the first that is not refused
-        ["activation=checkpointing"],
+        ["activation=checkpointing", "activation=checkpointing activation.memory_budget=1"],
         [f"parallelism={engine}" for engine in engines if world_size(config) > 1],
         [f"parallelism={engine}_offload" for engine in engines if not is_cpu],
         ["peft=lora"],

@@ -19,6 +19,7 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan, longest_document
 from tunebook.facts.attention import attention_facts
+from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import strategy_facts
@@ -42,7 +43,7 @@ class Share:
 SHARES = {
     ("dense", PeftMethod.full, "bf16"): Share(0.55, 18, "Qwen2.5-3B, h200_selective.jsonl"),
     ("dense", PeftMethod.lora, "bf16"): Share(0.55, 27, "Llama 3 8B, h200_one_pass_head.jsonl"),
-    ("dense", PeftMethod.full, "fp8"): Share(0.36, 12, "Llama 3 8B, h200x4_selective.jsonl"),
+    ("dense", PeftMethod.full, "fp8"): Share(0.36, 12, "Llama 3 8B, h200x4_beside_peers.jsonl"),
     ("dense", PeftMethod.lora, "fp8"): Share(0.39, 16, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
     ("dense", PeftMethod.full, "fp32"): Share(0.60, 16, "Qwen2.5-3B, h200x4_speed.jsonl"),
     ("dense", PeftMethod.lora, "fp32"): Share(0.54, 16, "Gemma 3 4B, h200x2_models.jsonl"),
@@ -154,6 +155,9 @@ def _factors(
         yield 0.75, "blocks are not compiled (h200x2_architectures.jsonl)"
     if is_recomputed(config):
         yield 0.8, "layers are recomputed (h200_selective.jsonl)"
+    budget = config.activation.memory_budget
+    if budget is not None and budget < CHEAP_BUDGET:
+        yield 0.8, f"activation.memory_budget={budget:g} recomputes products"
     yield from _factors_of_strategy(config)
 
 

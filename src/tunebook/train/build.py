@@ -13,7 +13,7 @@ from tunebook.checkpoint.collectives import background_group, on_first_rank
 from tunebook.checkpoint.identity import identity_of
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
-from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod
+from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod
 from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
@@ -100,6 +100,10 @@ def _load(
     config: RunConfig, plan: BatchPlan, folder: Path, clock: StartClock, *, has_validation: bool
 ) -> tuple[SFTConfig, PreTrainedModel, SequenceGroup | None]:
     """Load the model and join the ranks; returns the Trainer's arguments, the model and this rank's sequence group."""
+    if config.model.compile_layers:
+        from torch._inductor.async_compile import maybe_warm_pool  # an import that other runs do not need
+
+        maybe_warm_pool()  # Inductor's processes take seconds to start: while the weights are loaded
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     clock.passed("model")
     join_ranks(config)
@@ -131,7 +135,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
         if config.peft.method is not PeftMethod.full:
             share_inputs(model)
             replace_four_bit(transformer_blocks(model).values())
-        compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
+        compile_layers(model, memory_budget=config.activation.memory_budget)
     if config.activation.offload:
         offload_activations(transformer_blocks(model).values(), Copies(trainer.args.device))
     require_known_names(config, trainer.model)

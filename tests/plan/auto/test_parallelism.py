@@ -180,7 +180,7 @@ def test_parts_are_recomputed_for_the_fastest_strategy():
     rows = ["training.global_samples=null", "training.max_length=4096", "training.global_tokens=32768"]
     config = planned("qwen3b_zero2", *words, *rows).config
     assert config.parallelism.strategy is Strategy.ddp
-    assert config.activation.checkpointing is Checkpointing.selective
+    assert config.activation.memory_budget == 0.8
 
 
 def test_the_reason_names_the_memory_that_a_faster_strategy_would_take(run, machine):

@@ -57,6 +57,7 @@ def test_two_h200(undecided, machine):
         "packing.row_length": 32768,  # 16 x max_length
         "training.micro_batch_size": 1,
         "activation.checkpointing": "disabled",
+        "activation.memory_budget": 1.0,
     }
     assert (resolution.problem, resolution.not_runnable_reason) == (None, "")
     assert all(choice.why for choice in resolution.choices)
@@ -215,14 +216,23 @@ def test_a_frozen_base_of_16_bits_is_kept_in_bf16(undecided, changed, machine, c
 
 
 @pytest.mark.parametrize(
-    ("memory", "is_compiled", "kept"),
-    [(24.0, None, "disabled"), (19.0, None, "selective"), (19.0, False, "enabled")],
+    ("memory", "is_compiled", "budget"),
+    [(24.0, None, 1), (19.0, None, 0.8), (16.0, None, 0.2), (13.0, None, None), (19.0, False, None)],
 )
-def test_parts_of_blocks_are_recomputed_before_whole_ones(undecided, machine, memory, is_compiled, kept):
-    """7.4 GiB of states and 10.4 of activations; parts computed again leave 7.4 of the latter."""
+def test_parts_of_blocks_are_recomputed_before_whole_ones(undecided, machine, memory, is_compiled, budget):
+    """7.4 GiB of states and 10.4 of activations; `budget`: None for whole layers."""
     undecided.hardware.memory_gib, undecided.model.compile_layers = memory, is_compiled
     undecided.packing.row_length = 8192
-    assert resolve_auto(undecided, machine(H200)).config.activation.checkpointing.name == kept
+    activation = resolve_auto(undecided, machine(H200)).config.activation
+    assert activation.checkpointing is (Checkpointing.enabled if budget is None else Checkpointing.disabled)
+    assert budget is None or activation.memory_budget == budget
+
+
+def test_a_budget_that_is_typed_decides_about_checkpointing(undecided, machine):
+    undecided.hardware.memory_gib, undecided.packing.row_length = 10.5, 8192
+    undecided.activation.memory_budget = 0.3
+    activation = resolve_auto(undecided, machine(H200)).config.activation
+    assert (activation.checkpointing, activation.memory_budget) == (Checkpointing.disabled, 0.3)
 
 
 LORA_IN_FP32 = ("model=llama3_8b", "peft=lora", "precision.master_weights=fp32")
@@ -232,23 +242,24 @@ ROWS_4096 = ("training.global_samples=null", "training.max_length=4096")
 
 
 @pytest.mark.parametrize(
-    ("words", "row", "kept"),
+    ("words", "row", "budget"),
     [
         # One pass is all of a step, so no gradients of an earlier one are there: 110.5 of 112.3 GiB.
-        ((*ROWS_4096, "training.global_tokens=32768"), 32_768, "selective"),
-        ((*ROWS_4096, "training.global_tokens=65536"), 16_384, "disabled"),
-        ((*ROWS_4096, "training.global_tokens=32768", "activation=stored"), 16_384, "disabled"),
+        ((*ROWS_4096, "training.global_tokens=32768"), 32_768, 0.8),
+        ((*ROWS_4096, "training.global_tokens=65536"), 32_768, 0.6),
+        ((*ROWS_4096, "training.global_tokens=32768", "activation=stored"), 16_384, 1),
+        ((*ROWS_4096, "training.global_tokens=32768", "activation.memory_budget=0.3"), 16_384, 0.3),
         # LoRA was not seen to gain by longer rows, and recomputing cost it twice as much.
         pytest.param(
-            (*ROWS_4096, "training.global_tokens=49152", *LORA_IN_FP32), 8192, "disabled", marks=pytest.mark.nightly
+            (*ROWS_4096, "training.global_tokens=49152", *LORA_IN_FP32), 8192, 1, marks=pytest.mark.nightly
         ),
         # Eight documents are one pass of 8,192 tokens at most, however long a row may be.
-        (("training.global_samples=8", "training.max_length=1024"), 8192, "disabled"),
+        (("training.global_samples=8", "training.max_length=1024"), 8192, 1),
     ],
 )  # fmt: skip
-def test_a_longer_row_is_worth_computing_parts_of_blocks_again(words, row, kept):
+def test_a_longer_row_is_worth_computing_parts_of_blocks_again(words, row, budget):
     config = resolved(*QWEN_3B, *words)
-    assert (config.packing.row_length, config.activation.checkpointing.name) == (row, kept)
+    assert (config.packing.row_length, config.activation.memory_budget) == (row, budget)
 
 
 @pytest.mark.parametrize(

@@ -148,15 +148,19 @@ def test_dropout_keeps_a_mask_of_bytes(lora):
     assert kept(lora) == before + 2 * 4 * HIDDEN + 2 * HIDDEN - 4 * HIDDEN
 
 
-def test_compiled_layers_keep_less_and_selective_ones_still_less(full):
-    """One trace serves both, in any order."""
-    compiled = replace(BF16, compiled=True)
-    modes = [compiled, replace(compiled, selective=True)]
+def test_compiled_layers_keep_less_the_lower_their_budget_is(full):
+    """One trace serves all budgets, in any order. At 0 only a layer's input is left."""
+    compiled, budgets = replace(BF16, compiled=True), (1.0, 0.6, 0.3, 0.0)
     traced = FakeStep(full, llama(), compiled)
-    found = [traced.run(mode, 1, TOKENS) for mode in modes * 2]
-    assert found[:2] == found[2:]
-    left = [each.at[Moment.gather].live - each.at[Moment.start].live for each in found[:2]]
-    assert left[1] < left[0] < TOKENS * LAYERS * kept(full, BF16)
+    found = [traced.run(replace(compiled, memory_budget=budget), 1, TOKENS) for budget in budgets * 2]
+    assert found[:4] == found[4:]
+    left = [each.at[Moment.gather].live - each.at[Moment.start].live for each in found[:4]]
+    assert left[0] < TOKENS * LAYERS * kept(full, BF16)
+    assert left[3] == TOKENS * LAYERS * 4 * HIDDEN
+    spent = [(each - left[3]) / (left[0] - left[3]) for each in left]
+    assert spent[1] <= 0.6
+    assert spent[2] <= 0.3
+    assert spent == sorted(spent, reverse=True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -80,12 +80,13 @@ def test_the_estimate_and_its_margin_are_compared_with_the_memory(
 ) -> None:
     config = resolved("qwen05b_single", "attention=sdpa")
     config.hardware.memory_gib = capacity
-    plan = plan_memory(replace(config, activation=replace(config.activation, checkpointing=checkpointing)))
+    config.activation.checkpointing = checkpointing
+    plan = plan_memory(config)
     assert plan.fits is fits
     assert plan.is_tight is (fits is None and capacity is not None)
     word = "not known" if capacity is None else {True: "fits", False: "does not fit", None: "tight"}[fits]
     assert plan.verdict.startswith(f"{word}: {plan.needed:.1f} ")
-    assert tensors_fit(config, checkpointing=checkpointing) is (None if capacity is None else fits is True)
+    assert tensors_fit(config) is (None if capacity is None else fits is True)
 
 
 FSDP = FsdpConfig(strategy=Strategy.fsdp)

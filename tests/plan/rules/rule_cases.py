@@ -69,6 +69,7 @@ def mixture(**parts: MixturePart) -> dict[str, Any]:
 SAMPLES, TOKENS = "training.global_samples", "training.global_tokens"
 EVALUATE, SAVE = "training.evaluate_every_steps", "training.save_every_steps"
 COMPUTE, KERNEL, CHECKPOINTING = "precision.compute", "attention.implementation", "activation.checkpointing"
+BUDGET = "activation.memory_budget"
 STRATEGY, GROUP = "parallelism.strategy", "parallelism.sequence_group_size"
 PARAMETERS, OPTIMIZER = "parallelism.offload_parameters", "parallelism.offload_optimizer"
 TARGETS, HELD_OUT = "peft.target_modules", "dataset.validation_share"
@@ -176,7 +177,8 @@ CASES = [
     Case("compiled-layers-not-possible", "model.compile_layers", {"model.compile_layers": True}, BY_DOCUMENT),
     Case("compiled-layers-not-possible", "model.compile_layers", {"model.liger_kernel": True}, COMPILED),
     Case("one-pass-head-in-fp16", "model.one_pass_head", {"model.one_pass_head": True}, IN_FP16),
-    Case("selective-without-compiled-blocks", CHECKPOINTING, {CHECKPOINTING: Checkpointing.selective}),
+    Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5}),
+    Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5, CHECKPOINTING: Checkpointing.enabled}, COMPILED),
     Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", {"activation.mlp_tile_tokens": 4096}),
     Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", TILED, COMPILED),
     Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", TILED, {"model.facts.measured": WITH_EXPERTS}),

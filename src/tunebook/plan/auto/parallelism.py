@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Generation, Strategy
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, world_size
+from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.strategies import (
     ALONE,
     COPIED,
@@ -31,7 +32,7 @@ class _Attempt:
     strategy: Strategy
     refusals: frozenset[str]  # ids of broken rules
     memory: MemoryPlan
-    concessions: int  # 2 for recomputed layers, which cost more than a faster strategy gains; 1 for short rows
+    concessions: int  # 3 for recomputed layers, 2 for a low memory budget, 1 for short rows
 
 
 def decide_strategy(decisions: Decisions) -> None:
@@ -74,14 +75,15 @@ def _try(config: RunConfig, strategy: Strategy) -> _Attempt:
     decisions = Decisions(replace(config, parallelism=_settings(config, strategy)))
     decide_passes(decisions)
     resolved = decisions.config
-    checkpointing = resolved.activation.checkpointing
+    is_whole = resolved.activation.checkpointing is Checkpointing.enabled
+    budget = 1.0 if resolved.activation.memory_budget is None else resolved.activation.memory_budget
     row = resolved.packing.row_length or resolved.training.max_length
-    is_short = checkpointing is Checkpointing.selective and row < SHORT_ROW_TOKENS
+    is_short = budget < 1 and row < SHORT_ROW_TOKENS
     return _Attempt(
         strategy=strategy,
         refusals=frozenset(problem.id for problem in check(resolved) if problem.is_error),
         memory=plan_memory(resolved),
-        concessions=2 if checkpointing is Checkpointing.enabled else int(is_short),
+        concessions=3 if is_whole else 2 if budget < CHEAP_BUDGET else int(is_short),
     )
 
 
@@ -100,5 +102,5 @@ def _reasons_against(attempts: list[_Attempt], chosen: _Attempt) -> Iterator[str
         if rules := sorted(attempt.refusals - chosen.refusals):
             yield f"not {attempt.strategy.name} (refused: {', '.join(rules)})"
         elif place < attempts.index(chosen) and attempt.memory.total is not None:
-            slower = "fits only with recomputed layers or short rows"
+            slower = "fits only if more is recomputed, or with short rows"
             yield f"not {attempt.strategy.name} ({slower if attempt.memory.fits else attempt.memory.verdict})"

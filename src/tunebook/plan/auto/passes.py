@@ -13,16 +13,20 @@ from dataclasses import replace
 from tunebook.config.choices import Checkpointing, Generation, PackingMode, PeftMethod
 from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.facts.attention import attention_facts
+from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory.verdict import tensors_fit
 
-# Longer rows make matrix products larger: 3% faster than in rows of 16,384 (h200_selective.jsonl).
+# Longer rows make matrix products larger: 3% faster than in rows of 16,384.
 _FULL_COMPILED_ROW_TOKENS = 32_768
 # Minimum ratio to the longest row that fits without recomputation: a row twice as long was 1% to 8% faster in spite of
 # it. LoRA did not gain in rows of 8,192 tokens and more.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
+# Of compiled blocks. On an H200 (Llama 3.1 8B, adapters) 0.6 had 99% of the speed of 1, 0.4 had 84%, 0.2 had 81%, and
+# layers recomputed whole about 60%.
+_BUDGETS = (1.0, 0.8, CHEAP_BUDGET, 0.4, 0.2)
 
 
 def decide_passes(decisions: Decisions) -> None:
@@ -35,7 +39,10 @@ def decide_passes(decisions: Decisions) -> None:
         decisions.decide(
             "parallelism.shard_group_size", lambda: (per_node, "the GPUs of a node have the fastest links")
         )
+    is_open = resolved.activation.checkpointing is Checkpointing.auto
     decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
+    if resolved.model.compile_layers:
+        decisions.decide("activation.memory_budget", lambda: _memory_budget(resolved, is_open=is_open))
 
 
 def _row_length(config: RunConfig) -> tuple[int, str]:
@@ -56,22 +63,22 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
 def _longest_useful_row(config: RunConfig, full: int) -> int:
     """The longest row that fits, up to `full` tokens, in multiples of `max_length` that divide the batch.
 
-    Norms and activation functions are recomputed for it if that saves passes.
+    What is cheap to recompute is recomputed for it if that saves passes.
     """
-    training, requested, length = config.training, config.activation.checkpointing, config.training.max_length
+    training, activation, length = config.training, config.activation, config.training.max_length
     rows_per_pass = data_ranks(config) * (training.micro_batch_size or 1)  # rows in a pass of all GPUs
     needed, filled = _tokens_of_a_step(config, rows_per_pass)
     budget = training.global_tokens
     multiples = (documents * length for documents in range(int(min(full, filled)) // length, 1, -1))
     rows = [*(row for row in multiples if budget is None or budget % (row * rows_per_pass) == 0), length]
-    is_selective = requested is Checkpointing.selective
-    fitting = _longest(config, rows, Checkpointing.selective if is_selective else Checkpointing.disabled)
-    row = fitting or length
-    if requested is not Checkpointing.auto or not config.model.compile_layers or row == rows[0]:
+    asked, fitting = activation.memory_budget, _longest(config, rows, 1.0)
+    row = fitting or (None if asked is None else _longest(config, rows, asked)) or length
+    is_open = activation.checkpointing is Checkpointing.auto and asked is None
+    if not is_open or not config.model.compile_layers or row == rows[0]:
         return row
     if fitting is not None and config.peft.method is not PeftMethod.full and row >= SHORT_ROW_TOKENS:
         return row
-    longer = _longest(config, rows, Checkpointing.selective) or length
+    longer = _longest(config, rows, CHEAP_BUDGET) or length
     saves_passes = math.ceil(needed / longer) < math.ceil(needed / row)
     return longer if saves_passes and (fitting is None or longer >= _WORTH_COMPUTING_AGAIN * row) else row
 
@@ -92,12 +99,12 @@ def _tokens_of_a_step(config: RunConfig, rows_per_pass: int) -> tuple[float, flo
     return documents * mean, min(documents * length, documents * min(2 * mean, length) + length)
 
 
-def _longest(config: RunConfig, rows: list[int], checkpointing: Checkpointing) -> int | None:
+def _longest(config: RunConfig, rows: list[int], memory_budget: float) -> int | None:
     """The first of these row lengths, longest first, that fits by estimate."""
 
     def fits(row: int) -> bool:
         longer = replace(config, packing=replace(config.packing, row_length=row))
-        return bool(tensors_fit(longer, checkpointing=checkpointing))
+        return bool(tensors_fit(longer, memory_budget=memory_budget))
 
     return next(iter(rows[bisect_left(rows, True, key=fits) :]), None)
 
@@ -109,17 +116,32 @@ def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
 
 
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
-    """The least recomputation that fits: whole layers cost up to a third of the speed, parts 1 to 3%."""
+    """The least recomputation that fits."""
+    asked = config.activation.memory_budget
     if config.activation.mlp_tile_tokens is not None:
         return Checkpointing.enabled, "MLP tiles need recomputed layers"
-    fits = tensors_fit(config, checkpointing=Checkpointing.disabled)
+    if asked is not None and asked < 1:
+        return Checkpointing.disabled, "activation.memory_budget says what is recomputed"
+    fits = tensors_fit(config, memory_budget=1.0)
     if fits is None:
         return Checkpointing.enabled, "the memory or the model's size is not known, and this is the safe choice"
     if fits:
         return Checkpointing.disabled, "all activations fit, and nothing is computed twice"
-    if config.model.compile_layers and tensors_fit(config, checkpointing=Checkpointing.selective):
-        return (
-            Checkpointing.selective,
-            "not all activations fit; recomputing parts costs 1 to 3% of the speed",
-        )
+    if asked is None and config.model.compile_layers and _highest_budget(config) is not None:
+        return Checkpointing.disabled, "compiled blocks fit with a part of their activations"
     return Checkpointing.enabled, "without it the activations do not fit"
+
+
+def _highest_budget(config: RunConfig) -> float | None:
+    return next((budget for budget in _BUDGETS if tensors_fit(config, memory_budget=budget)), None)
+
+
+def _memory_budget(config: RunConfig, *, is_open: bool) -> tuple[float, str]:
+    """The highest that fits, where nobody chose how much is recomputed."""
+    if config.activation.checkpointing is Checkpointing.enabled:
+        return 1.0, "whole layers are recomputed"
+    highest = _highest_budget(config) if is_open else None
+    if highest is None or highest == 1:
+        return 1.0, "all that the compiler keeps"
+    cost = "1 to 3%" if highest >= CHEAP_BUDGET else "about a fifth"
+    return highest, f"the highest of {', '.join(map(str, _BUDGETS))} that fits; costs {cost} of the speed"

@@ -41,7 +41,7 @@ class Mode:
     keeps_documents: bool = False
     quantized: bool = False
     recomputed: bool = False
-    selective: bool = False
+    memory_budget: float = 1.0  # of compiled blocks, 0 to 1
     compiled: bool = False
     offloaded: bool = False
     tile_tokens: int | None = None
@@ -56,7 +56,7 @@ class Mode:
 
 
 # Fields that do not change how the layers are built and compiled.
-RUN_TIME = ("one_pass_head", "accumulates", "gradients", "zero3_linear", "fp32_between_layers", "selective")
+RUN_TIME = ("one_pass_head", "accumulates", "gradients", "zero3_linear", "fp32_between_layers", "memory_budget")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def activations_of(config: RunConfig, *, accumulates: bool) -> Activations:
     mode, shape = mode_of(config, accumulates=accumulates), shape_of(config)
 
     def run() -> dict[str, Any]:
-        found = _fake_step(config, mode).run(mode, *shape)
+        found = _fake_step(config, mode, shape).run(mode, *shape)
         return {
             "at": {moment.name: [each.live, each.gradients] for moment, each in found.at.items()},
             "offloaded": found.offloaded,
@@ -102,10 +102,14 @@ _MOST_STEPS = 8  # that are kept in memory
 _steps: dict[str, FakeStep] = {}  # by what they were built for
 
 
-def _fake_step(config: RunConfig, mode: Mode) -> FakeStep:
+def _fake_step(config: RunConfig, mode: Mode, shape: tuple[int, int]) -> FakeStep:
     from tunebook.plan.memory.fake_step import FakeStep
 
-    key = json.dumps(_built(config, mode), sort_keys=True, default=str)
+    # A budget is a share of all that a block keeps. If casts of weights are part of that, it depends on the row length
+    # with which a block is compiled.
+    casts_weights = mode.autocast and mode.weights != "bfloat16"
+    compiled_with = shape if mode.memory_budget < 1 and casts_weights else None
+    key = json.dumps([_built(config, mode), compiled_with], sort_keys=True, default=str)
     if key not in _steps:
         if len(_steps) == _MOST_STEPS:
             _steps.clear()
@@ -123,6 +127,7 @@ def _built(config: RunConfig, mode: Mode) -> dict[str, Any]:
         "facts": stated,
         "config": file.read_text(encoding="utf-8") if file is not None and file.is_file() else None,
         "peft": asdict(config.peft) if config.peft.method is not PeftMethod.full else None,
+        "fp8_scaling": config.precision.fp8_scaling.name if mode.fp8 else None,
         "mode": {name: value for name, value in asdict(mode).items() if name not in RUN_TIME},
     }
 
@@ -168,7 +173,7 @@ def is_recomputed(config: RunConfig) -> bool:
 
 def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
     """How the layers of a resolved run compute."""
-    strategy, kernel, checkpointing = strategy_facts(config), attention_facts(config), config.activation.checkpointing
+    strategy, kernel, budget = strategy_facts(config), attention_facts(config), config.activation.memory_budget
     is_16_bit = config.precision.compute is not Compute.fp32
     is_full, is_qlora = config.peft.method is PeftMethod.full, config.peft.method is PeftMethod.qlora
     stored = _FORMATS[bytes_per_weight(config)]
@@ -185,7 +190,7 @@ def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
         keeps_documents=kernel.keeps_documents,
         quantized=is_qlora,
         recomputed=is_recomputed(config),
-        selective=checkpointing is Checkpointing.selective,
+        memory_budget=1.0 if budget is None else budget,
         compiled=bool(config.model.compile_layers),
         offloaded=config.activation.offload,
         tile_tokens=tile if tile is not None and rows * tokens > tile else None,

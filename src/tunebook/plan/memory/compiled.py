@@ -15,26 +15,30 @@ from tunebook.plan.memory.tracker import TRACKERS
 
 
 class TracedLayers:
-    """A backend of torch.compile. Layers are traced once, and the trace is cut for each way of recomputing.
+    """A backend of torch.compile. Layers are traced once, and the trace is cut for each memory budget.
 
     Tracing takes seconds, cutting a fraction of one.
     """
 
     def __init__(self) -> None:
         self._traces: list[_Trace] = []
-        self._recomputes = False
+        self._budget = 1.0
 
-    def cut(self, *, recomputes: bool) -> None:
-        """From now on, run layers as torch cuts them with its present settings, which `recomputes` stands for."""
-        self._recomputes = recomputes
+    def cut(self, memory_budget: float) -> None:
+        """From now on, run layers as torch cuts them with its present settings, which have this budget."""
+        self._budget = memory_budget
         for trace in self._traces:
-            trace.cut(recomputes)
+            trace.cut(memory_budget)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         """Trace the forward and backward pass of a layer."""
         traces = []
 
         def keep(joint: Any, _: Any, **options: Any) -> Any:
+            # As inductor does. An alias that is kept with its source would count twice.
+            for alias in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+                alias.replace_all_uses_with(alias.args[0])
+                joint.graph.erase_node(alias)
             traces.append(_Trace(joint, options))
             raise _IsTracedError
 
@@ -42,7 +46,7 @@ class TracedLayers:
         with contextlib.suppress(_IsTracedError):
             trace_only(graph, inputs)
         (trace,) = traces
-        trace.cut(self._recomputes)
+        trace.cut(self._budget)
         self._traces.append(trace)
         passes: Any = _Passes
         return lambda *args: passes.apply(trace, *args)
@@ -57,20 +61,20 @@ class _Trace:
 
     def __init__(self, joint: Any, options: dict[str, Any]) -> None:
         self._joint, self._options = joint, options
-        self._cuts = dict[bool, tuple[_Fused, _Fused]]()
+        self._cuts = dict[float, tuple[_Fused, _Fused]]()
 
     @property
     def num_outputs(self) -> int:
         """Number of outputs of the forward pass."""
         return int(self._options["num_fwd_outputs"])
 
-    def cut(self, recomputes: bool) -> None:
+    def cut(self, memory_budget: float) -> None:
         """Cut it by torch's present settings, or take what they gave before."""
-        if recomputes not in self._cuts:
+        if memory_budget not in self._cuts:
             joint = torch.fx.GraphModule(self._joint, copy.deepcopy(self._joint.graph))
             forward, backward = min_cut_rematerialization_partition(joint, None, **self._options)
-            self._cuts[recomputes] = _Fused(forward), _Fused(backward)
-        self.forward, self.backward = self._cuts[recomputes]
+            self._cuts[memory_budget] = _Fused(forward), _Fused(backward)
+        self.forward, self.backward = self._cuts[memory_budget]
 
 
 class _Passes(torch.autograd.Function):

@@ -30,6 +30,7 @@ from transformers.initialization import no_init_weights
 
 from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig
+from tunebook.errors import RequestError
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
 from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import adapter_config, freeze_unreached
@@ -135,7 +136,7 @@ class FakeStep:
             code = block_forward.__code__.replace(co_name=f"fake_block_{next(_NUMBERS)}")
             for block in self._layers:
                 block.forward = MethodType(FunctionType(code, block_forward.__globals__), block)
-            compile_layers(causal, recomputes=mode.selective, backend=self._traced)
+            compile_layers(causal, memory_budget=mode.memory_budget, backend=self._traced)
         if mode.offloaded:
             offload_activations(self._layers, _FakeCopies())
 
@@ -157,8 +158,8 @@ class FakeStep:
                 self._fake,
                 stand_ins.products(zero3_linear=mode.zero3_linear),
             ):
-                set_up_compiler(recomputes=mode.selective)
-                self._traced.cut(recomputes=mode.selective)
+                set_up_compiler(mode.memory_budget)
+                self._traced.cut(mode.memory_budget)
                 if mode.compiled and not self._is_compiled:
                     self._step(rows, tokens, None)  # compiles both graphs, uncounted
                     self._causal.zero_grad()
@@ -285,6 +286,9 @@ def _adapt(causal: Any, lora: Any, number_format: torch.dtype, *, is_quantized: 
     module.to = lambda self, *_, **__: self
     try:
         adapted: Any = get_peft_model(causal, lora)
+    except ValueError as error:  # of stacked experts
+        text = f"PEFT cannot adapt this model: {error}; try peft.dropout=0 peft.use_dora=false"
+        raise RequestError(text, problem_id="adapter-not-possible") from error
     finally:
         module.to = moving
     adapted.enable_input_require_grads()

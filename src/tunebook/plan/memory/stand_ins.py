@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import moe
 from transformers.masking_utils import sdpa_mask
 
+from tunebook.facts.compiling import attention_flops
 from tunebook.model import fp8
 from tunebook.model.four_bit import PER_OUTER_SCALE, PER_SCALE, FourBitLinear
 from tunebook.model.linear_attention import (
@@ -82,7 +84,12 @@ def _attention_gradients(ctx: Any, grad: Any, _: Any) -> Any:
     return (*torch.ops.tunebook.fake_attention_backward(grad, *saved)[:3], None)
 
 
+def _attention_flops(query: Any, key: Any, value: Any, mask: Any, **_: Any) -> int:
+    return attention_flops(query) if mask is None else 4 * int(query.numel()) * int(key.shape[2])
+
+
 attend.register_autograd(_attention_gradients, setup_context=_keep_attention)
+flop_registry[torch.ops.tunebook.fake_attention] = _attention_flops  # by which torch chooses what to recompute
 
 
 def register_attention(*, repeats_heads: bool, keeps_documents: bool, group_size: int) -> None:
@@ -163,7 +170,7 @@ class _Grouped(torch.autograd.Function):
     """torch's grouped product of experts: keeps its input only if the experts are trained."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Any, weight: Any) -> Any:
+    def forward(ctx: Any, tokens: Any, weight: Any, _: Any) -> Any:
         ctx.save_for_backward(tokens if ctx.needs_input_grad[1] else None, weight)
         ctx.shape = tokens.shape
         return tokens.new_empty(tokens.shape[0], weight.shape[2])
@@ -171,7 +178,13 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         _, weight = ctx.saved_tensors
-        return grad.new_empty(ctx.shape), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return grad.new_empty(ctx.shape), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
+
+
+def _grouped_product(tokens: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    grouped: Any = torch._grouped_mm if weight.dtype is BF16 else _Grouped.apply  # torch's has no other format
+    product: Tensor = grouped(tokens.to(weight.dtype), weight, offs)
+    return product
 
 
 class _Zero3Linear(torch.autograd.Function):
@@ -271,14 +284,11 @@ def _scaled_product(values: Tensor, token_scale: Tensor, weight: Tensor, scale: 
 @contextmanager
 def products(*, zero3_linear: bool) -> Iterator[None]:
     """Use the grouped product, and for `zero3_linear` DeepSpeed's function for every linear layer."""
-    grouped: Any = _Grouped
     by_zero3: Any = _Zero3Linear
     linear = (lambda x, weight, bias=None: by_zero3.apply(x, weight, bias)) if zero3_linear else functional.linear
     with (
         mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False),
-        mock.patch.object(
-            moe, "_grouped_mm", lambda tokens, weight, offs: grouped.apply(tokens.to(weight.dtype), weight)
-        ),
+        mock.patch.object(moe, "_grouped_mm", _grouped_product),
         mock.patch.object(functional, "linear", linear),
         mock.patch.object(fp8, "scaled_product", _scaled_product),
     ):

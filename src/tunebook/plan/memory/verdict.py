@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from tunebook.config.choices import Checkpointing, Generation
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
+from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
@@ -150,7 +151,9 @@ def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
 
 def margin_of(config: RunConfig) -> float:
     """Share by which a run may take more than its estimate."""
-    is_compiled_again = bool(config.model.compile_layers) and is_recomputed(config)
+    budget = config.activation.memory_budget
+    recomputes_products = is_recomputed(config) or (budget is not None and budget < CHEAP_BUDGET)
+    is_compiled_again = bool(config.model.compile_layers) and recomputes_products
     is_wide = is_offloaded(config) or is_compiled_again or strategy_facts(config).is_zero3
     return WIDE_MARGIN if is_wide else MARGIN
 
@@ -162,10 +165,14 @@ def _overhead_gib(config: RunConfig, tensors_gib: float) -> float:
     return CUDA_CONTEXT_GIB + (NCCL_GIB if world_size(config) > 1 else 0.0) + ALLOCATOR_SHARE * tensors_gib
 
 
-def tensors_fit(config: RunConfig, *, checkpointing: Checkpointing | None = None) -> bool | None:
-    """Whether a run surely fits into a GPU by estimate; None if its memory or the model's size is unknown."""
-    if checkpointing is not None:
-        config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
+def tensors_fit(config: RunConfig, *, memory_budget: float | None = None) -> bool | None:
+    """Whether a run surely fits into a GPU by estimate; None if its memory or the model's size is unknown.
+
+    With `memory_budget`: with that budget, and without activation checkpointing.
+    """
+    if memory_budget is not None:
+        kept = replace(config.activation, checkpointing=Checkpointing.disabled, memory_budget=memory_budget)
+        config = replace(config, activation=kept)
     plan = plan_memory(config)
     return None if plan.total is None or plan.capacity is None else plan.fits is True
 

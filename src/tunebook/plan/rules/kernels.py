@@ -111,11 +111,20 @@ def one_pass_head_in_fp16(config: RunConfig) -> Iterator[str]:
         yield "in fp16 the loss is scaled after the forward pass, too late for gradients that are computed in it"
 
 
-@rule("selective-without-compiled-blocks", "activation.checkpointing", "activation.checkpointing=enabled")
-def selective_without_compiled_blocks(config: RunConfig) -> Iterator[str]:
-    """Refuse selective checkpointing without compiled blocks, which alone can be split."""
-    if config.activation.checkpointing is Checkpointing.selective and not config.model.compile_layers:
+@rule("memory-budget-not-possible", "activation.memory_budget", "activation.memory_budget=1")
+def memory_budget_not_possible(config: RunConfig) -> Iterator[str]:
+    """Refuse a memory budget below 1 where blocks are not compiled, or are recomputed whole.
+
+    The compiler chooses which operations of a block are recomputed. activation=checkpointing recomputes layers whole,
+    compiled or not, and keeps less than any budget.
+    """
+    budget = config.activation.memory_budget
+    if budget is None or budget == 1:
+        return
+    if not config.model.compile_layers:
         yield "only compiled blocks can recompute some of their activations and keep the others"
+    if config.activation.checkpointing is Checkpointing.enabled:
+        yield "activation.checkpointing=enabled recomputes all activations of a layer"
 
 
 @rule("mlp-tiles-not-possible", "activation.mlp_tile_tokens", "activation.mlp_tile_tokens=null")
