@@ -13,7 +13,7 @@ import signal
 import statistics
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,20 @@ class Corpus:
             eos_token_id=_EOS_IDS[self.model],
         )  # fmt: skip
         return [ids for batch in batches for ids in batch.column("input_ids").to_pylist()]
+
+    @cached_property
+    def pairs(self) -> list[dict[str, list[int]]]:
+        """Generated pairs in the columns that TRL's DPOTrainer has after tokenizing."""
+        batches = generate(
+            replace(self.lengths, pairs=True), num_documents=self.count, vocab_size=self.facts.vocab_size,
+            eos_token_id=_EOS_IDS[self.model],
+        )  # fmt: skip
+        found = []
+        for row in (row for batch in batches for row in batch.to_pylist()):
+            prompt = row["labels"].count(-100)
+            sides = {"chosen_ids": row["input_ids"][prompt:], "rejected_ids": row["rejected_ids"][prompt:]}
+            found.append({"prompt_ids": row["input_ids"][:prompt], **sides})
+        return found
 
     def mfu(self, tokens_per_second_per_gpu: float, num_trained_parameters: int | None = None) -> float:
         """The share of an H100's or H200's arithmetic in bf16 that real tokens use: attention within documents only."""

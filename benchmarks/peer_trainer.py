@@ -1,4 +1,4 @@
-"""Train random weights by TRL's SFTTrainer, alone or under Unsloth, in the environment of that peer.
+"""Train random weights by TRL's SFTTrainer or DPOTrainer, alone or under Unsloth, in the environment of that peer.
 
     python benchmarks/peer_trainer.py FOLDER
 
@@ -27,25 +27,29 @@ def train(folder: Path) -> Line:
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    class PreparedPairs(DPOTrainer):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset
 
     torch.manual_seed(0)
     settings = dict(task["settings"])
     attention = settings.pop("attn_implementation", None)
     if attention == "fastest":
         attention = fastest_attention()
-    documents = Dataset.from_dict({"input_ids": [line["input_ids"] for line in read_lines(folder / "documents.jsonl")]})
+    documents = Dataset.from_list(read_lines(folder / "documents.jsonl"))
     peft_config = None
     if task["unsloth"] is None:
         model, peft_config = random_model(folder, attention, task["weights"]), _adapters(task["rank"])
     else:
         model = _by_unsloth(task)
     on_gpu = torch.cuda.is_available()
-    arguments = SFTConfig(
+    arguments = (DPOConfig if task["pairs"] else SFTConfig)(
         output_dir=str(folder / "run"), max_steps=task["steps"], max_length=task["length"], learning_rate=3e-5,
         report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, bf16=on_gpu, **settings,
     )  # fmt: skip
-    trainer = SFTTrainer(
+    trainer = (PreparedPairs if task["pairs"] else SFTTrainer)(
         model=model, args=arguments, train_dataset=documents, peft_config=peft_config,
         processing_class=AutoTokenizer.from_pretrained(folder),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 from gpu_queue import require_gpus
 from lines import add_line
 from peer_documents import EQUAL, SHORT, TINY, folders_of, peer_parser
-from peer_trl import Variant, measure, write_weights
+from peer_trl import PAIRS, PAIRS_A_STEP, Variant, measure, write_weights
 
 MODELS = Path("/tmp/peer_models")
 _ROWS = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -34,6 +34,9 @@ VARIANTS: dict[str, Variant] = {
     for suffix, lengths, documents in (("", EQUAL, 4000), ("_short", SHORT, 8000))
     for mode, options in _MODES.items()
 }  # fmt: skip
+VARIANTS["llama31_8b_dpo"] = Variant(
+    **PAIRS, model="llama31_8b", weights="bfloat16", rank=16, settings=PAIRS_A_STEP, unsloth=_MODES["checkpointing"]
+)
 VARIANTS["tiny"] = Variant(
     model=TINY, length=512, documents=200, weights="bfloat16", rank=4, settings=_ROWS, unsloth=_MODES["stored"]
 )

@@ -11,6 +11,7 @@ FOLDER/packages; their SHA-256 is compared. Made of them:
                       validation.jsonl, both with the hub's fields, and boolq.yaml, the harness' task on that file
     tool_calls/       the Glaive demo of LLaMA-Factory's sdist: heldout.jsonl (every tenth conversation, up to each of
                       its calls), train.jsonl (the others that share no request with one), calls.yaml, the task
+    preferences/      pairs.jsonl, the 300 English preference pairs of the same sdist
 
 The same files are written each time. Prints the overrides that name them.
 """
@@ -121,18 +122,21 @@ def tool_calls(package: Path) -> tuple[list[Record], list[Record]]:
 
     What shares a request with a held-out call, by letters and digits, is left out: the demo repeats many.
     """
-    conversations: list[Record] = []
-    with tarfile.open(package) as archive:
-        for language in ("en", "zh"):
-            name = f"data/glaive_toolcall_{language}_demo.json"
-            (member,) = [member for member in archive.getmembers() if member.name.endswith(name)]
-            file = archive.extractfile(member)
-            assert file is not None
-            conversations += json.load(io.TextIOWrapper(file, encoding="utf-8"))
+    conversations = [one for language in ("en", "zh") for one in demo(package, f"glaive_toolcall_{language}_demo.json")]
     heldout = [call for one in conversations[::10] for call in _until_calls(one)]
     asked = {request for call in heldout for request in _requests(call)}
     train = [one for number, one in enumerate(conversations) if number % 10]
     return [one for one in train if asked.isdisjoint(_requests(one))], heldout
+
+
+def demo(package: Path, name: str) -> list[Record]:
+    """A file of LLaMA-Factory's data folder."""
+    with tarfile.open(package) as archive:
+        (member,) = [member for member in archive.getmembers() if member.name.endswith(f"data/{name}")]
+        file = archive.extractfile(member)
+        assert file is not None
+        records: list[Record] = json.load(io.TextIOWrapper(file, encoding="utf-8"))
+    return records
 
 
 def _requests(conversation: Record) -> set[str]:
@@ -182,10 +186,13 @@ def make_inputs(folder: Path) -> None:
     write_lines(folder / "tool_calls" / "heldout.jsonl", heldout)
     task = {"include": str(CALLS), "metadata": {"conversations": "heldout.jsonl"}}
     write_task(folder / "tool_calls" / "calls.yaml", task)
+    write_lines(folder / "preferences" / "pairs.jsonl", demo(packages["llamafactory"], "dpo_en_demo.json"))
     counts = {name: sum(1 for _ in (folder / name).open()) for name in ("boolq/train.jsonl", "tool_calls/train.jsonl")}
     print(f"made in {folder}: smollm2_135m, boolq ({counts['boolq/train.jsonl']:,} questions), tool_calls", end=" ")
-    print(f"({counts['tool_calls/train.jsonl']} conversations, {len(heldout)} held-out calls). The recipes' cards say")
-    print("how they are named, such as model.name=null model.path=book:inputs/smollm2_135m")
+    print(
+        f"({counts['tool_calls/train.jsonl']} conversations, {len(heldout)} held-out calls), preferences. The recipes'"
+    )
+    print("cards say how they are named, such as model.name=null model.path=book:inputs/smollm2_135m")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The batch arithmetic, against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from tunebook.config.choices import Generation, PackingMode, Source, Strategy
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
     DatasetConfig,
+    DpoConfig,
     HardwareConfig,
     OptimizerConfig,
     PackingConfig,
@@ -43,6 +46,20 @@ def test_528_documents_on_8_gpus_as_published(requested, micro, accumulation):
 def test_padded_documents_longer_than_a_pass_are_passes_of_their_own():
     plan = solve_batch(config_of(PackingMode.padded, 8, global_samples=528, max_length=16_384), None)
     assert (plan.micro_batch_size, plan.accumulation) == (1, 66)
+
+
+def test_pairs_are_two_rows_as_wide_as_their_longest_side():
+    config = replace(config_of(PackingMode.padded, 1, global_samples=8), method=DpoConfig(name="dpo"))
+    assert solve_batch(config, None).micro_batch_size == 4  # 4 x 2 rows of 1,024 tokens
+    lengths, widths = np.array([30, 40, 50, 80] * 4), np.array([40, 40, 80, 120] * 4)  # sides of 10 and 20, ...
+    plan = solve_batch(config, lengths, widths)
+    assert (plan.unit, plan.num_documents, plan.longest_row) == ("pair", 16, 60)
+    batches = RankBatches(
+        schedule_of(config, plan, lengths, widths), num_steps=2, micro_batch_size=8, rank=0, world_size=1
+    )
+    list(batches)
+    order = widths[np.concatenate([*batches.steps()])].reshape(2, 8)
+    assert batches.totals(0, 2) == (16, 800, int(order.max(1).sum()) * 8)
 
 
 def test_estimate_before_the_data_is_prepared():

@@ -193,9 +193,9 @@ def test_only_a_way_out_that_works_is_offered() -> None:
     with pytest.raises(DocumentError, match=r"dataset\.ignore_keys=\[name,images,mask\]"):
         normalize(two, ignored=("name",))
     normalize(two, ignored=("name", "images", "mask"))
-    pair = {"conversations": [{"from": "human", "value": "Hi"}], "chosen": "Yo", "rejected": "No"}
+    without_answer = {"conversations": [{"from": "human", "value": "Hi"}], "kto_tag": True}
     with pytest.raises(DocumentError) as caught:
-        normalize(pair)
+        normalize(without_answer)
     assert "ignore_keys" not in caught.value.message and caught.value.problem_id == "data-key-not-supported"
 
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from tunebook.data.chunks import prepared_schema
+from tunebook.data.corpus import CorpusKind
 from tunebook.data.prepared import (
     ARROW_FILE,
     hash_documents,
@@ -43,7 +44,7 @@ def write_part(folder: Path, documents: list[tuple[list[int], list[int]]], rows_
         "labels": [labels for _, labels in documents],
         "length": [len(tokens) for tokens, _ in documents],
     }
-    table = pa.table(columns, schema=prepared_schema())
+    table = pa.table(columns, schema=prepared_schema(CorpusKind.tokens))
     with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         for batch in table.to_batches(max_chunksize=rows_per_batch):
             writer.write_batch(batch)

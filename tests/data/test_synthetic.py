@@ -76,6 +76,20 @@ def test_the_next_token_is_predictable(documents: list[dict[str, list[int]]]) ->
     assert all(len(counter) == 4 for counter in pairs.values())
 
 
+def test_pairs_have_the_documents_and_random_answers_of_equal_length(
+    documents: list[dict[str, list[int]]], tmp_path: Path
+) -> None:
+    pairs = load(tmp_path, pairs=True)
+    assert pairs.kind.reads == "pairs"
+    for pair, document in zip(pairs.train.to_list(), documents, strict=True):
+        assert pair["input_ids"] != pair["rejected_ids"]
+        assert len(pair["input_ids"]) == len(document["input_ids"]) == len(pair["rejected_ids"])
+        num_prompt = pair["labels"].count(-100)
+        assert pair["rejected_ids"][:num_prompt] == pair["input_ids"][:num_prompt]
+        assert pair["rejected_labels"] == [-100] * num_prompt + pair["rejected_ids"][num_prompt:]
+        assert pair["rejected_ids"][-1] == EOS
+
+
 def test_the_seed_decides_and_fewer_documents_are_the_first_of_more(tmp_path: Path) -> None:
     short = {"log_mean_tokens": 3.0, "max_tokens": 64}
     same = load(tmp_path / "a", num_documents=1200, **short).train.with_format("arrow")

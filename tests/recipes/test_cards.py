@@ -12,7 +12,8 @@ from .conftest import Composed
 RECIPES = book_root() / "recipes"
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 OWN = {  # without an outside source
-    "quickstart", "smollm2_135m_boolq", "smollm2_135m_lora", "smollm2_135m_tools", "llama31_8b_lora_fp8",
+    "quickstart", "smollm2_135m_boolq", "smollm2_135m_dpo", "smollm2_135m_lora", "smollm2_135m_tools",
+    "llama31_8b_lora_fp8",
 }  # fmt: skip
 SECTIONS = ["Claim", "Hardware", "Commands", "What the source reports", "Settings", "Deviations", "Evidence"]
 SOURCES = (
@@ -28,6 +29,8 @@ SOURCES = (
     "Tulu 3: Pushing Frontiers in Open Language Model Post-Training",
     "Fine-tuning with gpt-oss and Hugging Face Transformers",
     "read-me of LLaMA-Factory",
+    "settings are those of the alignment handbook,",
+    "settings are those\nof the alignment handbook,",
     "MLPerf Training, in [mlcommons/training]",
     "Training Beyond 1M Tokens",
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer
+from trl.trainer import dpo_trainer
 
 from tunebook.config.choices import PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
@@ -24,6 +25,7 @@ from tunebook.model.load import load_model
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as train_run
 from tunebook.train.endings import memory_ran_out
+from tunebook.train.methods.dpo import PairTrainer
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.rank_process import StopRequest
 
@@ -36,9 +38,14 @@ def test_upstream_still_has_the_methods_we_override():
     checkpoints = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
     resuming = ("create_scheduler", "_load_optimizer_and_scheduler", "_issue_warnings_after_load")
     losses = ("compute_loss", "log", "compute_loss_context_manager", "_determine_best_metric", "_save")
-    for name in ("get_train_dataloader", "evaluate", "create_model_card", *losses, *checkpoints, *resuming):
-        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
-        assert list(ours.parameters) == list(theirs.parameters), name
+    for kinds in ((RecipeTrainer, SFTTrainer), (PairTrainer, DPOTrainer)):
+        for name in ("get_train_dataloader", "evaluate", "create_model_card", *losses, *checkpoints, *resuming):
+            ours, theirs = (inspect.signature(getattr(kind, name)) for kind in kinds)
+            assert list(ours.parameters) == list(theirs.parameters), name
+    items = [inspect.signature(kind._get_num_items_in_batch) for kind in (PairTrainer, DPOTrainer)]
+    assert list(items[0].parameters) == list(items[1].parameters)
+    assert [*inspect.signature(DPOTrainer._compute_loss).parameters] == ["self", "model", "inputs", "return_outputs"]
+    assert callable(dpo_trainer.create_model_from_path)  # replaced while a trainer is made
     assert callable(SFTTrainer._run_epoch)  # ours hands on whatever it is given
 
 

@@ -334,7 +334,8 @@ def sweep(
         typer.Option(
             "--metric",
             help="What ranks the trials: evaluation_score, validation_loss, final_loss, tokens_per_second_per_gpu or "
-            "seconds; if unset, the first of these that they measure.",
+            "seconds; with method=dpo also those of its validation, such as validation_reward_accuracy. If unset, the "
+            "first of these that they measure.",
         ),
     ] = None,
     seed: Annotated[

@@ -18,6 +18,7 @@ from tunebook.config.launchers import RayConfig
 from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
+from tunebook.facts.methods import VALIDATION_METRICS, method_facts
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
@@ -200,7 +201,9 @@ def _metric(options: SweepOptions, configs: list[RunConfig]) -> str:
 
 def _measures(config: RunConfig, metric: str) -> bool:
     data = config.dataset
-    if metric == "validation_loss":
+    if metric in VALIDATION_METRICS and metric.removeprefix("validation_") not in method_facts(config).metrics:
+        return False
+    if metric == "validation_loss" or metric in VALIDATION_METRICS:
         return bool(data.validation_split or data.validation_path or data.validation_share > 0)
     return metric != "evaluation_score" or bool(config.evaluation.tasks and config.evaluation.after)
 

@@ -45,6 +45,7 @@ class Format(Enum):
     messages = "messages"
     alpaca = "alpaca"
     prompt_completion = "prompt_completion"
+    pairs = "pairs"
     text = "text"
     fields = "fields"
     pretokenized = "pretokenized"
@@ -196,6 +197,23 @@ class PeftMethod(Enum):
     full = "full"
     lora = "lora"
     qlora = "qlora"
+
+
+class DpoLoss(Enum):
+    """The loss of a pair, by TRL's names: those that are a mean over pairs."""
+
+    sigmoid = "sigmoid"
+    sigmoid_norm = "sigmoid_norm"
+    hinge = "hinge"
+    ipo = "ipo"
+    robust = "robust"
+    exo_pair = "exo_pair"
+    nca_pair = "nca_pair"
+    bco_pair = "bco_pair"
+    sppo_hard = "sppo_hard"
+    apo_zero = "apo_zero"
+    apo_down = "apo_down"
+    discopop = "discopop"
 
 
 class OptimizerName(Enum):

@@ -137,5 +137,6 @@ def _choices(group: str) -> dict[str, str]:
 
 def _first_sentence(text: str) -> str:
     """The first sentence of the comment that a file begins with."""
-    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    lines = text.removeprefix("# @package _global_\n").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")

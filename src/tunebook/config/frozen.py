@@ -93,6 +93,7 @@ def _parse(text: str) -> tuple[RunConfig, str]:
     folder = content.pop(TYPED_IN_KEY)
     config = OmegaConf.structured(RunConfig)
     config.parallelism = CHOICE_SCHEMAS["parallelism"][content["parallelism"]["strategy"]]
+    config.method = CHOICE_SCHEMAS["method"][content["method"]["name"]]
     config.launcher = CHOICE_SCHEMAS["launcher"][content["launcher"]["name"]]
     tree: Any = OmegaConf.merge(config, _escaped(content))
     return cast(RunConfig, OmegaConf.to_object(tree)), folder

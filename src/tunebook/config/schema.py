@@ -43,6 +43,8 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.launchers import LauncherConfig, RayConfig, SlurmConfig
+from tunebook.config.methods import DpoConfig as DpoConfig
+from tunebook.config.methods import MethodConfig as MethodConfig
 from tunebook.config.model_facts import ModelFacts as ModelFacts  # part of the schema, whoever asks for it
 from tunebook.config.ranges import number
 
@@ -57,6 +59,8 @@ class ModelConfig:
     name: str | None = None  # on the hub: organization/name
     path: str | None = None  # a folder; `book:recipes/...` means inside this book
     revision: str | None = None  # commit or tag on the hub; null takes the newest and records which it was
+    # Start from the model that a run has trained: its folder, or a recipe, whose newest run in `outputs` is taken
+    run: str | None = field(default=None, metadata=_SAME_RESULT)
     weights: Weights = Weights.pretrained
     tokenizer: str | None = None  # another tokenizer's name or folder; null takes the model's own
     # `chatml` (for a base model), a Jinja file, `training` (TRL's version of the tokenizer's own, which marks answers)
@@ -92,6 +96,8 @@ class SyntheticConfig:
     min_tokens: int = number(16, at_least=2, unit="tokens")  # the shortest document
     max_tokens: int = number(4096, at_least=2, unit="tokens")  # the longest document
     seed: int = number(0, at_least=0)  # equal seeds generate equal documents
+    # Pairs for method=dpo: each document is a chosen side, and its rejected one has the same length and random tokens
+    pairs: bool = False
 
 
 @dataclass(kw_only=True)
@@ -407,7 +413,9 @@ class TrainingConfig:
     save_in_background: bool = field(default=True, metadata=_SAME_RESULT)
     # How often the validation loss is computed; null: at the end, if there are documents to validate on
     evaluate_every_steps: int | None = number(None, at_least=1, unit="optimizer steps")
-    load_best_at_end: bool = False  # model/ is the saved step with the lowest validation loss; false: the last step
+    load_best_at_end: bool = False  # model/ is the saved step with the best validation; false: the last step
+    # What the best validation and early stopping go by; of method=dpo also validation_reward_accuracy and others
+    best_metric: str = "validation_loss"
     # Stop after this many validations without improvement; null: never stop early
     early_stopping_patience: int | None = number(None, at_least=1, unit="validations")
     # A checkpoint folder, auto (the newest unfinished run of this configuration) or never (a new run)
@@ -426,6 +434,7 @@ class RunConfig:
     title: str = field(default="", metadata=_SAME_RESULT)  # one line for lists and reports
     model: ModelConfig = MISSING
     dataset: DatasetConfig = MISSING
+    method: MethodConfig = field(default_factory=MethodConfig)
     parallelism: ParallelismConfig = MISSING
     hardware: HardwareConfig = MISSING
     precision: PrecisionConfig = MISSING
@@ -454,7 +463,7 @@ def data_ranks(config: RunConfig) -> int:
 
 
 GROUPS = (
-    "model", "dataset", "parallelism", "hardware", "precision", "attention", "packing", "activation", "peft",
+    "model", "dataset", "method", "parallelism", "hardware", "precision", "attention", "packing", "activation", "peft",
     "optimizer", "schedule", "launcher", "tracking", "evaluation",
 )  # fmt: skip
 
@@ -465,6 +474,7 @@ CHOICE_SCHEMAS: dict[str, dict[str, type]] = {
         **dict.fromkeys(("zero1", "zero2", "zero3"), ZeroConfig),
         **dict.fromkeys(("fsdp", "fsdp_grad_op", "hsdp"), FsdpConfig),
     },
+    "method": {"sft": MethodConfig, "dpo": DpoConfig},
     "launcher": {"local": LauncherConfig, "slurm": SlurmConfig, "ray": RayConfig},
 }
 

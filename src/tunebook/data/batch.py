@@ -20,7 +20,8 @@ from tunebook.config.schema import RunConfig, SyntheticConfig, data_ranks, world
 from tunebook.data.packing import Lengths, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, epoch_order
 from tunebook.data.synthetic import draw_lengths
-from tunebook.errors import RequestError, counted
+from tunebook.errors import RequestError
+from tunebook.facts.methods import method_facts
 from tunebook.model.flops import attended_length_tokens
 
 # Default for padded rows per pass: as many as stay within this many tokens at full length.
@@ -49,6 +50,7 @@ class BatchPlan:
     num_documents: int | None
     steps_per_epoch: int | None
     total_steps: int | None
+    unit: str = "document"  # what one of its documents is called
     attended_length: float | None = None  # mean over tokens, see `flops.attended_length_tokens`
     padding_share: float | None = None  # share of the computed tokens, 0 to 1; needs the documents' lengths
     longest_row: int | None = None  # tokens that no row of any step exceeds; needs the documents' lengths
@@ -63,19 +65,21 @@ class BatchPlan:
         """The `batch` part of plan.json."""
         values = asdict(self)
         values["micro"] = values.pop("micro_batch_size")
+        del values["unit"]
         return values
 
 
-def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
+def solve_batch(config: RunConfig, lengths: Lengths | None, widths: Lengths | None = None) -> BatchPlan:
     """The batch of a resolved configuration that no rule refuses, exact when the documents' `lengths` are given.
 
-    Shapes: `lengths` (num_documents,). Raises: RequestError for fewer documents than a step has.
+    Shapes: `lengths` and `widths` (num_documents,), the latter of padded rows; None: they are the lengths. Raises:
+    RequestError for fewer documents than a step has.
     """
     training, samples, ranks = config.training, config.training.global_samples, data_ranks(config)
     if lengths is not None and samples is not None and len(lengths) < samples:
         raise RequestError(
-            f"training.global_samples={samples} is more than the {counted(len(lengths), 'document')} there are; type "
-            f"training.global_samples={len(lengths)}, or with more GPUs than documents fewer GPUs "
+            f"training.global_samples={samples} is more than the {len(lengths):,} {method_facts(config).reads} there "
+            f"are; type training.global_samples={len(lengths)}, or with more GPUs than that fewer GPUs "
             "(hardware.gpus_per_node)",
             problem_id="batch-larger-than-data",
         )
@@ -83,7 +87,7 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     micro = training.micro_batch_size or 1
     if training.micro_batch_size is None and not is_packed:
         assert samples is not None
-        micro = largest_micro_batch(samples // ranks, training.max_length)
+        micro = largest_micro_batch(samples // ranks, training.max_length * method_facts(config).rows_per_document)
     num_documents = len(lengths) if lengths is not None else count_documents(config)
     mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
     num_steps: int | None = None
@@ -100,8 +104,10 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     total = training.max_steps
     if total is None and num_steps is not None:
         total = max(1, math.ceil(num_steps * training.num_epochs))
-    rows, longest = _rows_per_step(config, lengths, ranks * micro, num_steps, total)
+    widths, in_rows = lengths if widths is None else widths, method_facts(config).rows_per_document
+    rows, longest = _rows_per_step(config, lengths, widths, ranks * micro, num_steps, total)
     return BatchPlan(
+        unit=method_facts(config).reads.removesuffix("s"),
         global_samples=samples,
         global_tokens=training.global_tokens,
         world_size=world_size(config),
@@ -117,14 +123,21 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         num_documents=num_documents,
         steps_per_epoch=num_steps,
         total_steps=total,
-        attended_length=attended_length_tokens(lengths.tolist()) if lengths is not None else None,
-        padding_share=_padding_share(config, lengths, micro) if lengths is not None else None,
+        attended_length=attended_length_tokens((widths // in_rows).tolist()) if widths is not None else None,
+        padding_share=_padding_share(config, lengths, widths, micro)
+        if lengths is not None and widths is not None
+        else None,
         longest_row=longest,
     )
 
 
 def _rows_per_step(
-    config: RunConfig, lengths: Lengths | None, unit: int, num_steps: int | None, total_steps: int | None
+    config: RunConfig,
+    lengths: Lengths | None,
+    widths: Lengths | None,
+    unit: int,
+    num_steps: int | None,
+    total_steps: int | None,
 ) -> tuple[int | None, int | None]:
     """The rows of an optimizer step, in multiples of `unit`, and the tokens of the longest one; None if unknown."""
     training, length = config.training, row_length(config)
@@ -133,7 +146,7 @@ def _rows_per_step(
         return training.global_tokens // length, None if lengths is None else length
     assert samples is not None
     if config.packing.mode is not PackingMode.isolated:
-        return samples, None if lengths is None else int(lengths.max(initial=0))
+        return samples, None if widths is None else int(widths.max(initial=0)) // method_facts(config).rows_per_document
     if lengths is None:
         mean = mean_tokens(config)
         if samples <= unit * (length // max(1, longest_document(config))):
@@ -147,20 +160,21 @@ def _rows_per_step(
     return rows, max(longest_row(step, rows) for step in steps[:total_steps])
 
 
-def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
+def _padding_share(config: RunConfig, lengths: Lengths, widths: Lengths, micro: int) -> float:
     """The share of padding in one epoch if each pass is as wide as its longest document; 0 for packed rows."""
     if config.packing.mode is PackingMode.isolated or not len(lengths):
         return 0.0
-    order = lengths[epoch_order(len(lengths), config.training.seed, 0)]
+    order = widths[epoch_order(len(lengths), config.training.seed, 0)]
     width = np.maximum.reduceat(order, np.arange(0, len(order), micro)).sum() * micro
-    return 1.0 - float(order.sum() / width)
+    return 1.0 - float(lengths.sum() / width)
 
 
-def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedule:
-    """The schedule of every rank's sampler: the plan over the prepared data."""
+def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths, widths: Lengths | None = None) -> Schedule:
+    """The schedule of every rank's sampler: the plan over the prepared data. Shapes: as `solve_batch`."""
     assert plan.rows_per_step is not None
     return Schedule(
         lengths=lengths,
+        widths=widths,
         size=_step_size(config),
         rows_per_step=plan.rows_per_step,
         is_packed=plan.is_packed,
@@ -196,15 +210,16 @@ def longest_document(config: RunConfig) -> int:
 
 
 def mean_tokens(config: RunConfig) -> float | None:
-    """Mean tokens of a document that is cut to `training.max_length`; None if unknown."""
-    dataset, longest = config.dataset, config.training.max_length
+    """Mean tokens of a document that is cut to `training.max_length`, or of a pair's sides; None if unknown."""
+    dataset, longest, sides = config.dataset, config.training.max_length, method_facts(config).rows_per_document
     if dataset.mean_tokens is not None:
-        return min(dataset.mean_tokens, longest)  # the facts are of uncut documents
+        return min(dataset.mean_tokens, longest * sides)  # the facts are of uncut documents
     if dataset.source is not Source.synthetic:
         return None
     drawn = dataset.synthetic
     num_documents = min(drawn.num_documents, dataset.max_documents or drawn.num_documents, _MOST_DRAWN)
-    return float(np.minimum(_drawn_lengths(tuple(asdict(drawn).items()), num_documents), longest).mean())
+    lengths = np.minimum(_drawn_lengths(tuple(asdict(drawn).items()), num_documents), longest)
+    return float(lengths.mean()) * (sides if drawn.pairs else 1)
 
 
 def count_documents(config: RunConfig) -> int | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from tunebook.config.choices import BadDocuments, Overlong
 from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
-from tunebook.data.encode import Document, Encoder
+from tunebook.data.encode import Document, Encoder, pair_of
 from tunebook.data.prepared import PartCounts
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
@@ -36,6 +36,7 @@ _WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
 # Number of short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
 
+EQUAL = "with the same tokens on both sides within training.max_length"
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "without a token to train on within training.max_length"
 
@@ -76,12 +77,12 @@ class Chunk:
     counts: PartCounts
 
 
-def prepared_schema() -> pa.Schema:
-    """The columns of prepared documents."""
+def prepared_schema(kind: CorpusKind) -> pa.Schema:
+    """The columns of prepared documents; pairs also have the length of their chosen sides."""
     import pyarrow as pa
 
-    tokens = pa.list_(pa.int32())
-    return pa.schema([("input_ids", tokens), ("labels", tokens), ("length", pa.int32())])
+    tokens, columns = pa.list_(pa.int32()), ["length", *(["chosen_length"] if kind.reads == "pairs" else [])]
+    return pa.schema([("input_ids", tokens), ("labels", tokens), *((column, pa.int32()) for column in columns)])
 
 
 def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings) -> Iterator[Chunk]:
@@ -143,15 +144,15 @@ class ChunkEncoder:
         counts.num_tokens = sum(len(document.input_ids) for document in kept)
         counts.num_trained_tokens = sum(document.num_trained for document in kept)
         counts.num_tokens_lost = sum(len(document.input_ids) for document in documents) - counts.num_tokens
-        return Chunk(batch=_to_batch(kept), counts=counts)
+        return Chunk(batch=_to_batch(kept, self.settings.kind), counts=counts)
 
     def _encode(self, rows: list[Row]) -> list[Document]:
         max_length, vocab_size = self.settings.max_length, self.settings.vocab_size
         documents = self._encoder.encode(rows)
         for row, document in zip(rows, documents, strict=True):
-            if self.settings.dataset.overlong is Overlong.refuse and len(document.input_ids) > max_length:
+            if self.settings.dataset.overlong is Overlong.refuse and document.longest_side > max_length:
                 raise DataError(
-                    f"{row['origin']}: it has {len(document.input_ids):,} tokens, more than training.max_length="
+                    f"{row['origin']}: it has {document.longest_side:,} tokens, more than training.max_length="
                     f"{max_length}, and dataset.overlong=refuse allows none; raise training.max_length, or type "
                     "dataset.overlong=cut, split or drop",
                     problem_id="document-too-long",
@@ -168,7 +169,9 @@ class ChunkEncoder:
     def _fit(self, document: Document, counts: PartCounts) -> list[Document]:
         """The pieces of a document that train something, with what was lost counted."""
         max_length, overlong = self.settings.max_length, self.settings.dataset.overlong
-        is_long = len(document.input_ids) > max_length
+        is_long = document.longest_side > max_length
+        if document.num_chosen:
+            return self._fit_pair(document, counts) if is_long else [document]
         pieces = fit(document, max_length, overlong)
         kept = [piece for piece in pieces if piece.num_trained]
         if not pieces:
@@ -177,11 +180,33 @@ class ChunkEncoder:
             counts.dropped[NOTHING_TRAINED] += len(pieces) - len(kept)
         counts.num_cut += is_long and bool(pieces)
         if is_long and kept and overlong is Overlong.cut and self.settings.kind in _WITH_ANSWERS:
-            counts.num_answers_cut += IGNORED_LABEL not in document.labels[max_length - 1 : max_length + 1]
+            counts.num_answers_cut += _ends_within_answer(document, max_length)
         return kept
 
+    def _fit_pair(self, pair: Document, counts: PartCounts) -> list[Document]:
+        """A pair with a side that is too long: both sides cut, or none if the pair is dropped."""
+        max_length = self.settings.max_length
+        if self.settings.dataset.overlong is Overlong.drop:
+            counts.dropped[TOO_LONG] += 1
+            return []
+        chosen, rejected = (fit(side, max_length, Overlong.cut)[0] for side in pair.sides)
+        counts.num_cut += 1
+        if not (chosen.num_trained and rejected.num_trained):
+            counts.dropped[NOTHING_TRAINED] += 1
+            return []
+        if chosen.input_ids == rejected.input_ids:
+            counts.dropped[EQUAL] += 1
+            return []
+        long = [side for side in pair.sides if len(side.input_ids) > max_length]
+        counts.num_answers_cut += any(_ends_within_answer(side, max_length) for side in long)
+        return [pair_of(chosen, rejected)]
 
-def _to_batch(documents: Sequence[Document]) -> pa.RecordBatch:
+
+def _ends_within_answer(document: Document, max_length: int) -> bool:
+    return IGNORED_LABEL not in document.labels[max_length - 1 : max_length + 1]
+
+
+def _to_batch(documents: Sequence[Document], kind: CorpusKind) -> pa.RecordBatch:
     """The columns of prepared documents, from flat arrays of integers: Arrow reads nested lists far slower."""
     import numpy as np
     import pyarrow as pa
@@ -192,7 +217,10 @@ def _to_batch(documents: Sequence[Document]) -> pa.RecordBatch:
     for name in ("input_ids", "labels"):
         values = array("i", chain.from_iterable(getattr(document, name) for document in documents))
         columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.frombuffer(values, dtype=np.int32))))
-    return pa.RecordBatch.from_arrays([*columns, pa.array(lengths)], schema=prepared_schema())
+    columns.append(pa.array(lengths))
+    if kind.reads == "pairs":
+        columns.append(pa.array([document.num_chosen for document in documents], type=pa.int32()))
+    return pa.RecordBatch.from_arrays(columns, schema=prepared_schema(kind))
 
 
 _worker_encoder: ChunkEncoder | None = None  # of this process, if it is a worker

@@ -2,7 +2,9 @@
 
 A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
 conversation: messages, tools and template_kwargs, all JSON text (`conversation.py`); text: text; prompt_completion:
-prompt, completion; tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages.
+prompt, completion; tokens: input_ids, labels. Of pairs, conversation_pair: as a conversation with the chosen answer,
+and the messages with the rejected one in `rejected`; text_pair: prompt, chosen, rejected; token_pair (generated ones):
+as tokens, with rejected_ids and rejected_labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -38,6 +40,24 @@ class CorpusKind(Enum):
     text = "text"
     prompt_completion = "prompt_completion"
     tokens = "tokens"
+    token_pair = "token_pair"
+    conversation_pair = "conversation_pair"
+    text_pair = "text_pair"
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a chat template writes it."""
+        return self in (CorpusKind.conversation, CorpusKind.conversation_pair)
+
+    @property
+    def reads(self) -> str:
+        """What a method that trains on it reads: documents or pairs."""
+        return "pairs" if self.value.endswith("_pair") else "documents"
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it is tokens already."""
+        return self in (CorpusKind.tokens, CorpusKind.token_pair)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +103,11 @@ def arrow_schema(kind: CorpusKind) -> pa.Schema:
         CorpusKind.text: ("text",),
         CorpusKind.prompt_completion: ("prompt", "completion"),
         CorpusKind.tokens: ("input_ids", "labels"),
+        CorpusKind.token_pair: ("input_ids", "labels", "rejected_ids", "rejected_labels"),
+        CorpusKind.conversation_pair: ("messages", "rejected", "tools", "template_kwargs"),
+        CorpusKind.text_pair: ("prompt", "chosen", "rejected"),
     }
-    column = pa.list_(pa.int32()) if kind is CorpusKind.tokens else pa.string()
+    column = pa.list_(pa.int32()) if kind.has_tokens else pa.string()
     columns = [(name, column) for name in names[kind]]
     return pa.schema([*columns, ("origin", pa.string()), (CONTENT_HASH, pa.uint64())])
 
@@ -92,24 +115,36 @@ def arrow_schema(kind: CorpusKind) -> pa.Schema:
 def content_hash(row: Row, kind: CorpusKind) -> int:
     """64 bits that depend only on a document's content, so that equal documents stay together.
 
-    A conversation's system turn is left out: the same conversation under two system prompts is one content.
+    A conversation's system turn is left out: the same conversation under two system prompts is one content. Of a pair
+    only the prompt counts: its answers must not be held out from a training on others of the same prompt.
     """
-    if kind is CorpusKind.tokens:
+    if kind.has_tokens:
         return hash_bytes(array("i", row["input_ids"]).tobytes())
-    if kind is CorpusKind.conversation:
+    if kind.has_turns:
         pieces = []
-        for turn in json.loads(row["messages"]):
+        turns = json.loads(row["messages"])
+        if kind is CorpusKind.conversation_pair:
+            turns = turns[: num_shared(turns, json.loads(row["rejected"]))]
+        for turn in turns:
             if turn["role"] != "system":
                 details = {key: turn[key] for key in DETAILS if key in turn}
                 pieces += [turn["role"], turn["content"], json.dumps(details, ensure_ascii=False) if details else None]
         pieces = [piece for piece in (*pieces, row["tools"]) if piece is not None]
     elif kind is CorpusKind.prompt_completion:
         pieces = [row["prompt"], row["completion"]]
+    elif kind is CorpusKind.text_pair:
+        pieces = [row["prompt"]]
     else:
         pieces = [row["text"]]
     # The lengths keep ["ab", "c"] and ["a", "bc"] apart.
     text = "".join(f"{len(piece)}:{piece}" for piece in pieces)
     return hash_bytes(text.encode())
+
+
+def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items two sequences begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((position for position, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def hash_bytes(data: bytes) -> int:

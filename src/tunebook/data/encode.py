@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Reasoning, SpecialText, TrainOn
 from tunebook.data.conversation import Conversation
-from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
+from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row, num_shared
 from tunebook.data.prepared import PartCounts
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
@@ -31,15 +31,35 @@ SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tok
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenized document. Shapes: both (num_tokens,)."""
+    """One tokenized document, or a pair: the chosen side, then the rejected one, each with the prompt.
+
+    Shapes: both (num_tokens,).
+    """
 
     input_ids: list[int]
     labels: list[int]
+    num_chosen: int = 0  # tokens of the chosen side; 0: no pair
+
+    @property
+    def sides(self) -> list[Document]:
+        """The sides of a pair; a document has one."""
+        if not self.num_chosen:
+            return [self]
+        first, second = slice(self.num_chosen), slice(self.num_chosen, None)
+        return [Document(self.input_ids[side], self.labels[side]) for side in (first, second)]
+
+    @property
+    def longest_side(self) -> int:
+        """Tokens of the longest sequence that the model reads."""
+        return max(self.num_chosen, len(self.input_ids) - self.num_chosen)
 
     @property
     def num_trained(self) -> int:
         """Tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED_LABEL)
+
+
+Encode = Callable[[Sequence[Row]], list[Document]]
 
 
 def tokens_of_span(offsets: Sequence[Span], span: Span) -> Span:
@@ -76,21 +96,24 @@ class Encoder:
         self.counts = PartCounts()
         self._everything = train_on is TrainOn.everything
         self._reasoning = reasoning
-        methods: dict[CorpusKind, Callable[[Sequence[Row]], list[Document]]] = {
+        methods: dict[CorpusKind, Encode] = {
             CorpusKind.conversation: self._conversations,
             CorpusKind.text: self._texts,
             CorpusKind.prompt_completion: self._completions,
             CorpusKind.tokens: self._tokens,
+            CorpusKind.token_pair: self._token_pairs,
+            CorpusKind.conversation_pair: self._conversation_pairs,
+            CorpusKind.text_pair: self._text_pairs,
         }
         self._encode = methods[kind]
-        if kind is CorpusKind.tokens:
+        if kind.has_tokens:
             return
         assert tokenizer is not None, "only documents of tokens need no tokenizer"
         self._backend: Any = tokenizer.backend_tokenizer
         self._eos_id: int = tokenizer.eos_token_id
         self._bos_id: int | None = tokenizer.bos_token_id
         self._stop_ids = stop_token_ids(tokenizer)
-        is_conversation = kind is CorpusKind.conversation
+        is_conversation = kind.has_turns
         if special_text is SpecialText.auto:
             special_text = SpecialText.as_text if is_conversation else SpecialText.keep
         self._special_text = special_text
@@ -214,6 +237,27 @@ class Encoder:
             documents.append(Document(row["input_ids"], [IGNORED_LABEL, *labels[1:]]))
         return documents
 
+    def _conversation_pairs(self, rows: Sequence[Row]) -> list[Document]:
+        """Each side as the conversation that it is."""
+        return self._pairs(self._conversations, rows, [row | {"messages": row["rejected"]} for row in rows])
+
+    def _text_pairs(self, rows: Sequence[Row]) -> list[Document]:
+        """Each side as prompt and completion."""
+        chosen, rejected = ([row | {"completion": row[side]} for row in rows] for side in ("chosen", "rejected"))
+        return self._pairs(self._completions, chosen, rejected)
+
+    def _token_pairs(self, rows: Sequence[Row]) -> list[Document]:
+        rejected = [{"input_ids": row["rejected_ids"], "labels": row["rejected_labels"]} for row in rows]
+        return self._pairs(self._tokens, rows, rejected)
+
+    def _pairs(self, encode: Encode, chosen: Sequence[Row], rejected: Sequence[Row]) -> list[Document]:
+        """Remarks are counted of the chosen sides: those of a prompt are of both."""
+        first, counts = encode(chosen), self.counts
+        self.counts = PartCounts()
+        second = encode(rejected)
+        self.counts = counts
+        return list(map(pair_of, first, second))
+
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [self._eos_id] else [*ids, self._eos_id]
 
@@ -235,12 +279,12 @@ class Encoder:
             )
 
 
+def pair_of(chosen: Document, rejected: Document) -> Document:
+    """Two sides as a pair."""
+    ids, labels = chosen.input_ids + rejected.input_ids, chosen.labels + rejected.labels
+    return Document(ids, labels, num_chosen=len(chosen.input_ids))
+
+
 def all_labels(ids: list[int]) -> list[int]:
     """Labels that count every token but the first, which nothing predicts."""
     return [IGNORED_LABEL, *ids[1:]] if ids else []
-
-
-def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many items two sequences begin with in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((position for position, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -15,7 +15,7 @@ from typing import Any
 
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
-from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
+from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row, num_shared
 from tunebook.data.problems import DocumentError, KeyAccount, is_empty, type_name
 from tunebook.data.turns import (
     Turn,
@@ -302,6 +302,59 @@ def _from_prompt_completion(record: Record, account: KeyAccount, settings: Forma
     return CorpusKind.prompt_completion, row
 
 
+def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    """A prompt with two answers, or two whole conversations with a common beginning, which is the prompt.
+
+    The prompt is under `prompt` or, as ShareGPT has it, `conversations`. Texts without turns are a pair of plain texts.
+    """
+    prompt, answers = record.get("prompt"), (record["chosen"], record["rejected"])
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        return _from_text_pair(record)
+    is_whole = isinstance(prompt, str) or (is_empty(prompt) and is_empty(record.get("conversations")))
+    before = _system_turns(record)
+    for key in ("prompt", "conversations") if not is_whole else ():
+        if not is_empty(record.get(key)):
+            before += read_turns(record[key], key, account, is_prompt=True)
+    sides = [before + _read_answer(record, key, account) for key in ("chosen", "rejected")]
+    num_common = num_shared(*sides)
+    if num_common == len(sides[0]) == len(sides[1]):
+        raise DocumentError("'chosen' and 'rejected' are the same, so neither is better")
+    num_prompt = num_common if is_whole else len(before)
+    common = sides[0][:num_common]
+    if isinstance(prompt, str) and not any(turn["content"] == prompt for turn in common):
+        raise DocumentError("'prompt' is a text, and no turn that 'chosen' and 'rejected' have in common")
+    if not num_prompt:
+        raise DocumentError("there is no prompt: 'chosen' and 'rejected' have no turn in common at their beginning")
+    rows = []
+    for key, turns in zip(("chosen", "rejected"), sides, strict=True):
+        if not any(turn["train"] for turn in turns[num_prompt:]):
+            raise DocumentError(f"'{key}' has no turn of the assistant after the prompt that is trained on")
+        marked = [turn | {"train": False} for turn in turns[:num_prompt]] + turns[num_prompt:]
+        rows.append(_conversation(marked, record, settings)[1])
+    return CorpusKind.conversation_pair, rows[0] | {"rejected": rows[1]["messages"]}
+
+
+def _read_answer(record: Record, key: str, account: KeyAccount) -> list[Turn]:
+    """The turns of one side's answer: a text, a turn, or a list of turns."""
+    answer = record[key]
+    if isinstance(answer, str):
+        return [make_turn("assistant", answer, key)]
+    try:
+        return read_turns([answer] if isinstance(answer, dict) else answer, key, account)
+    except DocumentError as error:
+        message = f"'{key}': {error.message}"
+        raise DocumentError(message, problem_id=error.problem_id, keys=error.keys) from error
+
+
+def _from_text_pair(record: Record) -> tuple[CorpusKind, Row]:
+    if of_turns := [key for key in ("conversations", *CONVERSATION_KEYS) if not is_empty(record.get(key))]:
+        raise DocumentError(f"'{of_turns[0]}' goes with turns, and 'prompt', 'chosen' and 'rejected' are texts")
+    row = {name: check_text(record[name], f"'{name}'") for name in ("prompt", "chosen", "rejected")}
+    if row["chosen"] == row["rejected"]:
+        raise DocumentError("'chosen' and 'rejected' are the same, so neither is better")
+    return CorpusKind.text_pair, row
+
+
 def _mask(record: Record, name: str, num_tokens: int) -> list[int]:
     value = record[name]
     if not isinstance(value, list) or not all(isinstance(bit, int) and bit in (0, 1) for bit in value):
@@ -336,6 +389,9 @@ def _check_range(token_ids: list[int], name: str, largest: int) -> None:
 # In the order of detection: the most specific keys first.
 SPECS: dict[Format, FormatSpec] = {
     Format.pretokenized: FormatSpec(needs=("input_ids",), may_have=TOKEN_KEYS, convert=_from_tokens),
+    Format.pairs: FormatSpec(
+        needs=("chosen", "rejected"), may_have=("prompt", "conversations", *CONVERSATION_KEYS), convert=_from_pair
+    ),
     Format.sharegpt: FormatSpec(
         needs=("conversations",), may_have=CONVERSATION_KEYS, convert=partial(_from_turns, "conversations")
     ),

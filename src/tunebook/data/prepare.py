@@ -27,6 +27,7 @@ from tunebook.data.prepared import (
     ARROW_FILE,
     LENGTHS_FILE,
     PREPARED_FILE,
+    WIDTHS_FILE,
     PartCounts,
     Prepared,
     hash_documents,
@@ -36,6 +37,7 @@ from tunebook.data.prepared import (
 from tunebook.data.problems import Skipped
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, RequestError, TunebookError
+from tunebook.facts.methods import METHODS, method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full, no_space
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     import datasets
 
     from tunebook.data.chunks import ChunkSettings
-    from tunebook.data.corpus import Corpus
+    from tunebook.data.corpus import Corpus, CorpusKind
 
 # Modules of this package that only read prepared data. A change in any other module prepares everything again.
 _READERS = ("view.py", "packing.py", "sampler.py", "batch.py")
@@ -114,7 +116,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     folder = root / fingerprint(config)
     report = progress or (lambda done, total, what: None)
     if (folder / PREPARED_FILE).is_file():
-        return load_prepared(folder)
+        return _for_method(config, load_prepared(folder))
     try:
         report(0, None, "reading documents")
         with _lock(folder):
@@ -135,6 +137,26 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
             raise no_space("prepared data", root, advice) from error
         raise
     return load_prepared(folder, was_cached=False)
+
+
+def _for_method(config: RunConfig, prepared: Prepared) -> Prepared:
+    from tunebook.data.corpus import CorpusKind
+
+    _require_method(config, CorpusKind(prepared.kind))
+    return prepared
+
+
+def _require_method(config: RunConfig, kind: CorpusKind) -> None:
+    """Raises: DataError for pairs or documents that the run's method does not read."""
+    own = method_facts(config).reads
+    if kind.reads != own:
+        readers = " or ".join(f"method={name}" for name, facts in METHODS.items() if facts.reads == kind.reads)
+        form = "a chosen and a rejected answer to a prompt" if own == "pairs" else "one answer, or text"
+        raise DataError(
+            f"the data are {kind.reads}, and method={config.method.name} reads {own} ({form}); type {readers}, "
+            "or name other data",
+            problem_id="data-for-another-method",
+        )
 
 
 def _refuse_added_tokens(config: RunConfig) -> None:
@@ -178,6 +200,7 @@ def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
     corpus_folder.mkdir(parents=True)
     vocab_size, eos_token_id = vocabulary(config)
     corpus = load_corpus(config.dataset, cache_dir=corpus_folder, vocab_size=vocab_size, eos_token_id=eos_token_id)
+    _require_method(config, corpus.kind)
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     counts = {
@@ -201,13 +224,12 @@ def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
 def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, Any]]:
     """The settings of the encoding, and the facts about tokenizer and template to record."""
     from tunebook.data.chunks import ChunkSettings
-    from tunebook.data.corpus import CorpusKind
     from tunebook.data.template import require_template, template_hash, template_variables
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer, needs_padding, tokenizer_hash, writes_date
 
     tokenizer = None
     about: dict[str, Any] = dict.fromkeys(("tokenizer_sha256", "chat_template_sha256", "template_date"))
-    if corpus.kind is not CorpusKind.tokens:
+    if not corpus.kind.has_tokens:
         tokenizer = load_tokenizer(config.model, is_padded=needs_padding(config))
         about = {
             "tokenizer_sha256": tokenizer_hash(tokenizer),
@@ -216,7 +238,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         }
         if added_token_ids(config.model, tokenizer):
             vocab_size = max(vocab_size or 0, len(tokenizer))
-        if corpus.kind is CorpusKind.conversation:
+        if corpus.kind.has_turns:
             if config.model.chat_template is not None:
                 corpus.notes.append(f"answers end with {tokenizer.eos_token}, the EOS token of this run")
             known = template_variables(require_template(tokenizer))
@@ -253,13 +275,16 @@ def _write_part(
 
     what = f"tokenizing {folder.name} documents"
     folder.mkdir()
-    counts, lengths = PartCounts(), []
+    counts, lengths, widths = PartCounts(), [], []
     report(0, len(documents), what)
-    with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, prepared_schema()) as writer:
+    with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, prepared_schema(settings.kind)) as writer:
         for chunk in encode_chunks(documents, settings):
             writer.write_batch(chunk.batch)
             # A copy: a view would keep the tokens of all chunks in memory.
             lengths.append(chunk.batch.column("length").to_numpy().copy())
+            if settings.kind.reads == "pairs":
+                chosen = chunk.batch.column("chosen_length").to_numpy()
+                widths.append(2 * np.maximum(chosen, lengths[-1] - chosen))
             counts.add(chunk.counts)
             report(counts.num_read + counts.skipped.reasons.total(), len(documents), what)
     counts.skipped.update(unreadable)
@@ -268,12 +293,15 @@ def _write_part(
     if counts.num_documents == 0:
         reasons = (counts.dropped + counts.skipped.reasons).most_common()
         raise DataError(
-            f"every document of the {folder.name} part was dropped ({counts.num_read:,} read), because: "
+            f"all {settings.kind.reads} of the {folder.name} part were dropped ({counts.num_read:,} read), because: "
             f"{'; '.join(f'{number:,} {reason}' for reason, number in reasons)}. training.max_length is "
-            f"{settings.max_length:,} tokens: try a larger one, or dataset.overlong=split",
+            f"{settings.max_length:,} tokens: try a larger one"
+            f"{', or dataset.overlong=split' if settings.kind.reads == 'documents' else ''}",
             problem_id="nothing-to-train-on",
         )
     all_lengths = np.concatenate(lengths).astype(np.int32)
     np.save(folder / LENGTHS_FILE, all_lengths)
+    if widths:
+        np.save(folder / WIDTHS_FILE, np.concatenate(widths).astype(np.int32))
     counts.measure(all_lengths)
     return counts

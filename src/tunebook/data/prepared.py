@@ -1,7 +1,9 @@
 """Prepared data on disk: documents as tokens and labels, counts of all documents that were read, and the data's hash.
 
 A folder holds `prepared.json` and per part an Arrow file and `lengths.npy`. Columns: input_ids and labels (num_tokens,)
-int32, length int32; labels are -100 where the loss does not count. Reading the counts needs neither torch nor datasets.
+int32, length int32; labels are -100 where the loss does not count. A pair is one document: the chosen side, then the
+rejected one, each with the prompt; its column chosen_length is where the second begins. Reading the counts needs
+neither torch nor datasets.
 
 The content hash covers the documents themselves: two runs saw the same data if it is equal. A fingerprint has to be
 known before anything is read, so it covers the code and libraries that prepare, and changes with them even if no token
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.data.corpus import SourceRecord
+from tunebook.data.corpus import CorpusKind, SourceRecord
 from tunebook.data.problems import Skipped
 from tunebook.errors import DataError
 from tunebook.files import sha256_text
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 PREPARED_FILE = "prepared.json"
 ARROW_FILE = "documents.arrow"
 LENGTHS_FILE = "lengths.npy"
+WIDTHS_FILE = "widths.npy"  # of pairs
 
 _MOST_BINS = 20
 _COUNTERS = ("dropped", "contents", "added", "notes")
@@ -105,6 +108,13 @@ class PreparedPart:
         lengths: npt.NDArray[np.int32] = np.load(self.folder / LENGTHS_FILE)
         return lengths
 
+    def load_widths(self) -> npt.NDArray[np.int32]:
+        """Tokens that every document takes in a padded row, a pair in two: twice its longest side."""
+        import numpy as np
+
+        file = self.folder / WIDTHS_FILE
+        return np.load(file) if file.is_file() else self.load_lengths()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -124,6 +134,11 @@ class Prepared:
     train: PreparedPart
     validation: PreparedPart | None
     was_cached: bool  # found, not prepared now
+
+    @property
+    def unit(self) -> str:
+        """What one of its documents is called."""
+        return CorpusKind(self.kind).reads.removesuffix("s")
 
     def parts(self) -> dict[str, PreparedPart]:
         """The parts there are, by name."""
@@ -185,8 +200,8 @@ def hash_documents(parts: Iterable[Path]) -> str:
 def _hash_part(file: Path) -> str:
     import pyarrow as pa
 
-    hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "length")}
     with pa.OSFile(str(file)) as source, pa.ipc.open_stream(source) as batches:
+        hashes = {name: hashlib.sha256() for name in batches.schema.names}
         for batch in batches:
             for name, column_hash in hashes.items():
                 column = batch.column(name)

@@ -79,8 +79,8 @@ def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: i
 class Schedule:
     """Everything that decides the batches of a run, the same on every rank.
 
-    `lengths` (num_documents,) in tokens. `rows_per_step` = data_ranks x accumulation x micro_batch_size; padded rows
-    hold one document each.
+    `lengths` (num_documents,) in tokens; `widths` likewise, of padded rows; None: the lengths. `rows_per_step` =
+    data_ranks x accumulation x micro_batch_size; padded rows hold one document each.
     """
 
     lengths: Lengths
@@ -89,6 +89,7 @@ class Schedule:
     is_packed: bool
     seed: int | None
     balances_attention: bool = False  # see `deal_rows`
+    widths: Lengths | None = None
 
     def steps_of_epoch(self, epoch: int) -> list[Lengths]:
         """The documents of every optimizer step of one epoch."""
@@ -139,7 +140,7 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[list[Row]]:
         self._totals = [Totals(documents=0, tokens=0, computed_tokens=0)]
-        for documents in self._steps():
+        for documents in self.steps():
             rows = self.schedule.rows_of_step(documents)
             if self.schedule.balances_attention:
                 rows = deal_rows(rows, self.schedule.lengths, self.world_size, self.micro_batch_size)
@@ -152,7 +153,7 @@ class RankBatches:
         """Documents and tokens of the optimizer steps after `first` up to and including `last`, all ranks together."""
         return Totals(*map(sub, self._totals[last], self._totals[first]))
 
-    def _steps(self) -> Iterator[Lengths]:
+    def steps(self) -> Iterator[Lengths]:
         """The first `num_steps` optimizer steps, epoch after epoch."""
         done, epoch = 0, 0
         while done < self.num_steps:
@@ -171,7 +172,8 @@ class RankBatches:
         if not self.schedule.is_packed:
             micro = self.micro_batch_size
             passes = [rows[first : first + micro] for first in range(0, len(rows), micro)]
-            computed = sum(micro * max((int(lengths[row[0]]) for row in rows_ if row), default=0) for rows_ in passes)
+            widths = lengths if self.schedule.widths is None else self.schedule.widths
+            computed = sum(micro * max((int(widths[row[0]]) for row in rows_ if row), default=0) for rows_ in passes)
         self._totals.append(Totals(*map(add, self._totals[-1], (len(documents), tokens, computed))))
 
 

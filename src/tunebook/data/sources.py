@@ -16,7 +16,7 @@ from typing import Any
 from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
-from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
+from tunebook.data.corpus import CONTENT_HASH, Corpus, Loaded, Row, SourceRecord, write_rows
 from tunebook.data.files import find_files
 from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
 from tunebook.data.mixture import content_hashes, hold_out, mix
@@ -211,13 +211,15 @@ def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | No
         ("system_prompt", config.system_prompt is not None),
         ("reasoning", config.reasoning is not Reasoning.keep),
     ):
-        if is_set and train.kind is not CorpusKind.conversation:
+        if is_set and not train.kind.has_turns:
             notes.append(f"dataset.{key} is not used: the documents are of kind {train.kind.value}, without turns")
-    hashes = content_hashes(train.dataset)
+    hashes, is_paired = content_hashes(train.dataset), train.kind.reads == "pairs"
     if repeated := len(hashes) - len(np.unique(hashes)):
-        notes.append(f"documents that repeat an earlier one: {repeated:,} of {len(hashes):,}")
+        what = "pairs with an earlier one's prompt" if is_paired else "documents that repeat an earlier one"
+        notes.append(f"{what}: {repeated:,} of {len(hashes):,}")
     if validation and (shared := int(np.isin(content_hashes(validation.dataset), hashes).sum())):
-        notes.append(f"validation documents that are also trained on: {shared:,} of {len(validation.dataset):,}")
+        what = "pairs whose prompt is" if is_paired else "documents that are"
+        notes.append(f"validation {what} also trained on: {shared:,} of {len(validation.dataset):,}")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Generate documents that a model can learn: for machines without the hub, for speed measurements, for tests.
+"""Generate documents or pairs that a model can learn: for machines without the hub, for speed measurements, for tests.
 
 Every document is a random walk over a small set of tokens with four possible successors each, one of them likely. The
 first part of a document is a prompt that the loss does not count; the rest, ended by EOS, is the answer. A model first
@@ -63,14 +63,18 @@ def load_synthetic(
         format=f"synthetic, seed {config.seed}",
         num_documents=num_documents,
     )
-    dataset = write_batches(batches, CorpusKind.tokens, file)
-    return Loaded(kind=CorpusKind.tokens, dataset=dataset, records=[record])
+    kind = _kind(config)
+    return Loaded(kind=kind, dataset=write_batches(batches, kind, file), records=[record])
+
+
+def _kind(config: SyntheticConfig) -> CorpusKind:
+    return CorpusKind.token_pair if config.pairs else CorpusKind.tokens
 
 
 def generate(
     config: SyntheticConfig, *, num_documents: int, vocab_size: int, eos_token_id: int
 ) -> Iterator[pa.RecordBatch]:
-    """The documents, in batches of the tokens kind's schema."""
+    """The documents or pairs, in batches of their kind's schema."""
     import numpy as np
 
     table = np.random.default_rng([config.seed, _TABLE])
@@ -80,7 +84,8 @@ def generate(
     for first, random, lengths in _draw_chunks(config, num_documents):
         steps = _walk(random, lengths, successors)
         num_kept = min(_DOCUMENTS_PER_CHUNK, num_documents - first)
-        yield _to_batch(random, token_ids[steps], lengths, first, num_kept, eos_token_id)
+        noise = token_ids[random.integers(0, len(token_ids), len(steps))] if config.pairs else None
+        yield _to_batch(random, token_ids[steps], lengths, first, num_kept, eos_token_id, noise)
 
 
 def _choose_token_ids(random: np.random.Generator, vocab_size: int, eos_token_id: int) -> np.ndarray:
@@ -133,8 +138,12 @@ def _to_batch(
     first: int,
     num_kept: int,
     eos_token_id: int,
+    noise: np.ndarray | None,
 ) -> pa.RecordBatch:
-    """The first `num_kept` documents as Arrow columns: EOS at the end, labels masked over the prompt."""
+    """The first `num_kept` documents as Arrow columns: EOS at the end, labels masked over the prompt.
+
+    With `noise`, the tokens of rejected answers, they are pairs.
+    """
     import numpy as np
     import pyarrow as pa
 
@@ -142,17 +151,21 @@ def _to_batch(
     tokens[ends - 1] = eos_token_id
     prompt_lengths = np.rint(random.uniform(*_PROMPT_SHARES, len(lengths)) * lengths).astype(np.int64).clip(1)
     position = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)
-    labels = np.where(position < np.repeat(prompt_lengths, lengths), IGNORED_LABEL, tokens)
+    is_prompt = position < np.repeat(prompt_lengths, lengths)
+    sides = [tokens]
+    if noise is not None:
+        noise[ends - 1] = eos_token_id
+        sides.append(np.where(is_prompt, tokens, noise))
 
     offsets = np.concatenate([[0], ends])[: num_kept + 1].astype(np.int32)
-    kept_tokens, kept_labels = (array[: offsets[-1]].astype(np.int32) for array in (tokens, labels))
-    hashes = [hash_bytes(kept_tokens[start:end].tobytes()) for start, end in pairwise(offsets)]
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept_tokens)),
-            pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept_labels)),
-            pa.array([f"synthetic:{first + number}" for number in range(1, num_kept + 1)]),
-            pa.array(hashes, type=pa.uint64()),
-        ],
-        schema=arrow_schema(CorpusKind.tokens),
-    )
+    columns = []
+    for side in sides:
+        for values in (side, np.where(is_prompt, IGNORED_LABEL, side)):
+            kept = values[: offsets[-1]].astype(np.int32)
+            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept)))
+    chosen = tokens[: offsets[-1]].astype(np.int32)
+    hashes = [hash_bytes(chosen[start:end].tobytes()) for start, end in pairwise(offsets)]
+    columns.append(pa.array([f"synthetic:{first + number}" for number in range(1, num_kept + 1)]))
+    columns.append(pa.array(hashes, type=pa.uint64()))
+    kind = CorpusKind.tokens if noise is None else CorpusKind.token_pair
+    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(kind))

@@ -16,8 +16,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from tunebook.data.corpus import IGNORED_LABEL, Row, SourceRecord
-from tunebook.data.encode import num_shared
+from tunebook.data.corpus import IGNORED_LABEL, Row, SourceRecord, num_shared
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.errors import counted
 from tunebook.terminal import print_lines, print_text
@@ -41,14 +40,16 @@ def show_prepared(
     has_color = console.is_terminal and console.color_system is not None and not console.no_color
     print_lines(["Sources", *map(_source_line, prepared.records), *summary_lines(prepared)], console)
     for name, part in prepared.parts().items():
-        print_text("\n".join(histogram_lines(name, part)), console)
+        print_text("\n".join(histogram_lines(name, part, prepared.unit)), console)
     if num_samples > 0:
         console.print(Text("Samples as the model sees them; trained on: "), end="")
         console.print(Text("in color", style=TRAINED_STYLE) if has_color else Text("[[in double brackets]]"))
     for name, part in prepared.parts().items():
         for title, row in titled_samples(name, part, num_samples):
-            text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
-            console.print(Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2))))
+            console.print(Group("", Rule(Text(title), align="left")))
+            for side, input_ids, labels in _sides(row):
+                text = render_document(input_ids, labels, tokenizer, has_color=has_color)
+                console.print(Padding(Group(*([Text(f"{side}:", style="bold")] if side else []), text), (0, 0, 0, 2)))
     print_text(f"prepared data: {prepared.folder}", console, style="dim")
 
 
@@ -64,7 +65,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
         counts = part.counts
         contents = [f", {count:,} {name}" for name, count in sorted(counts.contents.items())]
         lines.append(
-            f"  {name}: {counted(counts.num_documents, 'document')} of {counts.num_tokens:,} tokens (mean "
+            f"  {name}: {counted(counts.num_documents, prepared.unit)} of {counts.num_tokens:,} tokens (mean "
             f"{counts.num_tokens / counts.num_documents:,.1f}), "
             f"{_with_share(counts.num_trained_tokens, counts.num_tokens)} trained on{''.join(contents)}"
         )
@@ -78,11 +79,11 @@ def summary_lines(prepared: Prepared) -> list[str]:
             if counts.num_answers_cut >= _MANY_CUT_ANSWERS * counts.num_documents:
                 text = (
                     f"warning: {text}: the model learns answers that do not end; raise training.max_length, or type "
-                    "dataset.overlong=drop or split"
+                    f"dataset.overlong=drop{' or split' if prepared.unit == 'document' else ''}"
                 )
             lines.append(f"    {text}")
         lines += [
-            f"    the chat template adds to {count:,} of {counted(counts.num_read, 'document')}: "
+            f"    the chat template adds to {count:,} of {counted(counts.num_read, prepared.unit)}: "
             f'"{shorten(text, _MOST_ADDED, placeholder="...")}"'
             for text, count in counts.added.most_common()
         ]
@@ -96,10 +97,10 @@ def summary_lines(prepared: Prepared) -> list[str]:
     return [*lines, *(f"  note: {note}" for note in prepared.notes)]
 
 
-def histogram_lines(name: str, part: PreparedPart) -> list[str]:
+def histogram_lines(name: str, part: PreparedPart, unit: str = "document") -> list[str]:
     """The number of documents of each length."""
     edges, counts = part.counts.lengths["edges"], part.counts.lengths["counts"]
-    lines = [f"Tokens of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
+    lines = [f"Tokens of {name} {unit}s (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"]
     for start, end, count in zip(edges, edges[1:], counts, strict=False):
         last = min(end - 1, part.counts.longest)
         label = f"{start:,}" if last == start else f"{start:,} to {last:,}"
@@ -116,6 +117,15 @@ def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[
         row = documents[index]
         num_trained = sum(label != IGNORED_LABEL for label in row["labels"])
         yield f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on", row
+
+
+def _sides(row: Row) -> Iterator[tuple[str, list[int], list[int]]]:
+    """The sides of a pair with their names; a document has one, without a name."""
+    parts = {"": slice(None)}
+    if (first := row.get("chosen_length")) is not None:
+        parts = {"chosen": slice(first), "rejected": slice(first, None)}
+    for name, part in parts.items():
+        yield name, row["input_ids"][part], row["labels"][part]
 
 
 def pieces_of(

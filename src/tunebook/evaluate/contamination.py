@@ -28,7 +28,6 @@ from typing import Any
 
 from tunebook.config.choices import Contamination, Format, Source
 from tunebook.config.schema import RunConfig
-from tunebook.data.corpus import CorpusKind
 from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.prepare import vocabulary
 from tunebook.data.problems import DocumentError, DocumentProblems
@@ -129,8 +128,9 @@ def document_question(row: Mapping[str, Any]) -> Question:
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
     """The turns or fields of a training document."""
     if "messages" in row:
-        return [text for turn in json.loads(row["messages"]) for text in texts_of_turn(turn)]
-    return [row["prompt"], row["completion"]] if "prompt" in row else [row["text"]]
+        turns = json.loads(row["messages"]) + json.loads(row.get("rejected", "[]"))
+        return [text for turn in turns for text in texts_of_turn(turn)]
+    return [row[name] for name in ("prompt", "completion", "chosen", "rejected", "text") if name in row]
 
 
 class _Item:
@@ -227,7 +227,7 @@ def _search_run(
             today = [(record.sha256, record.revision) for record in corpus.records]
             if recorded and [(record.get("sha256"), record.get("revision")) for record in recorded] != today:
                 raise DataError("the documents changed after the training", problem_id="training-data-changed")
-            if corpus.kind is CorpusKind.tokens:
+            if corpus.kind.has_tokens:
                 raise DataError("the documents are token ids, not text", problem_id="training-data-tokens")
             if with_validation and (part := corpus.validation) is not None:
                 rows = part.select(range(min(len(part), MAX_VALIDATION_ITEMS)))

@@ -4,7 +4,8 @@ The value is reached
 
 - of `loss` at the end of the first window of steps whose mean loss is low enough (the windows of the loss' tolerance,
   since a single step's loss may be low by chance),
-- of `validation_loss` at the first validation that is low enough,
+- of `validation_loss`, and of a method's own metrics such as `validation_reward_accuracy`, at the first validation that
+  is good enough,
 - of a task's metric at the end of the training, after which the task is evaluated.
 """
 
@@ -22,6 +23,7 @@ from pydantic import ValidationError
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import Repeat, Target
 from tunebook.evidence.tolerances import split_windows
+from tunebook.facts.methods import VALIDATION_METRICS
 from tunebook.record.run_record import RunRecord
 
 LOSS, VALIDATION_LOSS = "loss", "validation_loss"
@@ -44,8 +46,10 @@ class Progress:
 def parse_target(text: str) -> Target:
     """Parse `METRIC<=VALUE`, `TASK:METRIC>=VALUE`, each with an optional `@STEPS`. Raises: RequestError."""
     match = _TEXT.fullmatch(text.replace(" ", ""))
-    is_loss = match is not None and match["task"] is None
-    if match is not None and (not is_loss or (match["metric"] in (LOSS, VALIDATION_LOSS) and match["sign"] == "<=")):
+    is_of_run = match is not None and (
+        match["metric"] in VALIDATION_METRICS or (match["metric"] in (LOSS, VALIDATION_LOSS) and match["sign"] == "<=")
+    )
+    if match is not None and (match["task"] is not None or is_of_run):
         direction = "at_most" if match["sign"] == "<=" else "at_least"
         parts = {key: match[key] for key in ("task", "metric", "value", "max_steps")}
         try:
@@ -53,8 +57,9 @@ def parse_target(text: str) -> Target:
         except ValidationError:
             pass
     raise RequestError(
-        f"--target '{text}' is none of loss<=VALUE, validation_loss<=VALUE and TASK:METRIC>=VALUE, with @STEPS or "
-        "without; type, with the quotes, --target 'validation_loss<=2.1@200' or --target 'boolq:acc>=0.70'",
+        f"--target '{text}' is none of loss<=VALUE, validation_loss<=VALUE, validation_reward_accuracy>=VALUE and "
+        "TASK:METRIC>=VALUE, with @STEPS or without; type, with the quotes, --target 'validation_loss<=2.1@200' or "
+        "--target 'boolq:acc>=0.70'",
         problem_id="evidence-target",
     )
 
@@ -90,6 +95,9 @@ def _measured(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     if record.validation:
         validation = [(line["step"], line["validation_loss"]) for line in record.validation]
         metrics[VALIDATION_LOSS] = [(step, loss) for step, loss in validation if loss is not None]
+    for name in VALIDATION_METRICS:
+        found = [(line["step"], line[name]) for line in record.validation if line.get(name) is not None]
+        metrics |= {name: found} if found else {}
     tasks: dict[str, Any] = record.after.get("tasks", {})
     for name, task in tasks.items():
         if task["value"] is not None:

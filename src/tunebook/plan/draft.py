@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import book_root
+from tunebook.config.choices import Weights
 from tunebook.config.compose import Composition, compose, place_of
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.identity import default_of, flat, plain
@@ -23,6 +24,9 @@ from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.verdict import MemoryPlan, measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.rules import check, located
 from tunebook.plan.speed import TimePlan, plan_time
+from tunebook.record.run_folder import resolve_run
+
+RUN_NOT_TRAINED = "run-not-trained"
 
 
 @dataclass(kw_only=True)
@@ -113,11 +117,12 @@ def draft_run(
     draft.recipe = composition.config.recipe
     draft.machine = machine = machine or detect_machine()
     draft.missing_data = missing_files(composition.config.dataset)
+    missing_run = _start_from_run(composition.config)
     try:
         is_default = composition.set_by("training.max_length") is None
         draft.resolution = resolve_auto(composition.config, machine, is_default_length=is_default)
         config = draft.resolution.config
-        draft.problems = check(config, composition.set_by)
+        draft.problems = [*check(config, composition.set_by), *missing_run]
         if not any(problem.is_error for problem in draft.problems):
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
@@ -128,6 +133,30 @@ def draft_run(
     except RequestError as error:
         draft.error = error
     return draft
+
+
+def _start_from_run(config: RunConfig) -> list[Problem]:
+    """Make the trained model of `model.run` the base model; if there is none yet, what to do first.
+
+    It can be planned before it is there: by the other keys of the model.
+    """
+    if config.model.run is None:
+        return []
+    fix = f"train it first: tunebook train {config.model.run}"
+    try:
+        folder = resolve_run(config.model.run, Path(config.outputs)) / "model"
+    except RequestError as error:
+        folder, message = None, error.message.partition(". ")[0]
+    if folder is not None and (folder / "config.json").is_file():
+        config.model.name, config.model.path, config.model.revision = None, str(folder), None
+        config.model.facts, config.model.weights = None, Weights.pretrained  # its config.json has the facts
+        return []
+    if folder is not None and (folder / "adapter_config.json").is_file():
+        message = f"{folder} is an adapter alone"
+        fix = f"tunebook export {folder.parent} --merge, then model.run=null model.name=null model.path=FOLDER"
+    elif folder is not None:
+        message = f"{folder.parent} has no trained model yet"
+    return [Problem(id=RUN_NOT_TRAINED, key="model.run", message=message, fix=fix, is_error=False)]
 
 
 def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None = None) -> TimePlan:

@@ -68,23 +68,24 @@ def hardware_text(hardware: HardwareConfig) -> str:
 
 def batch_lines(plan: BatchPlan) -> list[str]:
     """The batch arithmetic as two rows of text."""
-    size = counted(plan.global_samples, "document") if plan.global_samples else f"at most {plan.global_tokens:,} tokens"
+    size = counted(plan.global_samples, plan.unit) if plan.global_samples else f"at most {plan.global_tokens:,} tokens"
     size += " a step"
     if plan.documents_per_step and plan.tokens_per_step:
-        documents = "" if plan.global_samples else f"{plan.documents_per_step:,.1f} documents, "
+        documents = "" if plan.global_samples else f"{plan.documents_per_step:,.1f} {plan.unit}s, "
         size += f" ({documents}{'about ' if plan.is_estimate else ''}{plan.tokens_per_step:,.0f} tokens)"
     kind = "packed" if plan.is_packed else "padded"
     ranks = counted(plan.world_size, "rank")
     if plan.sequence_group_size > 1:
         ranks = f"{counted(plan.data_ranks, 'group')} of {plan.sequence_group_size} ranks"
-    passes = "as many passes as the documents need"
+    passes = f"as many passes as the {plan.unit}s need"
     if plan.accumulation is not None:
         passes = counted(plan.accumulation, "pass", "passes")
     rows = f"{kind} rows of up to {plan.row_length:,} tokens"
-    lines = [_row("batch", f"{size} in {rows}: {ranks} x {counted(plan.micro_batch_size, 'row')} x {passes}")]
+    in_a_pass = counted(plan.micro_batch_size, "row" if plan.unit == "document" else plan.unit)
+    lines = [_row("batch", f"{size} in {rows}: {ranks} x {in_a_pass} x {passes}")]
     steps = "not known before the data is prepared" if plan.total_steps is None else f"{plan.total_steps:,}"
     if plan.steps_per_epoch is not None and plan.num_documents is not None:
-        steps += f"; an epoch of {counted(plan.num_documents, 'document')} has {plan.steps_per_epoch:,}"
+        steps += f"; an epoch of {counted(plan.num_documents, plan.unit)} has {plan.steps_per_epoch:,}"
     return [*lines, _row("steps", steps)]
 
 

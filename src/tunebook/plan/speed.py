@@ -20,6 +20,7 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan, longest_document
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.compiling import CHEAP_BUDGET
+from tunebook.facts.methods import method_facts
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import strategy_facts
@@ -155,10 +156,18 @@ def _factors(
         yield 0.75, "blocks are not compiled (h200x2_architectures.jsonl)"
     if is_recomputed(config):
         yield 0.8, "layers are recomputed (h200_selective.jsonl)"
-    budget = config.activation.memory_budget
-    if budget is not None and budget < CHEAP_BUDGET:
-        yield 0.8, f"activation.memory_budget={budget:g} recomputes products"
+    if _recomputes_products(config):
+        source = "h200_adapter_variants.jsonl"
+        yield 0.8, f"activation.memory_budget={config.activation.memory_budget:g} recomputes products ({source})"
+    if method_facts(config).has_reference and config.peft.method is not PeftMethod.full:
+        yield 0.67, "the base computes each pair, too: one of three passes"
     yield from _factors_of_strategy(config)
+
+
+def _recomputes_products(config: RunConfig) -> bool:
+    """Whether so little is kept that products are computed twice. Copying the rest to the host then takes no time."""
+    budget = config.activation.memory_budget
+    return budget is not None and budget < CHEAP_BUDGET
 
 
 def _factors_of_strategy(config: RunConfig) -> Iterator[tuple[float, str]]:
@@ -172,7 +181,7 @@ def _factors_of_strategy(config: RunConfig) -> Iterator[tuple[float, str]]:
     elif offloaded_states(config):
         factor = 0.15 if config.peft.method is PeftMethod.full else 0.5
         yield factor, "states in host memory, known to a factor of three only (h200x2_book_held_out.jsonl)"
-    elif config.activation.offload and not is_recomputed(config):
+    elif config.activation.offload and not is_recomputed(config) and not _recomputes_products(config):
         yield 0.2, "activations in host memory (h200x2_host_memory.jsonl)"
 
 

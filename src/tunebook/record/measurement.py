@@ -26,6 +26,7 @@ from tunebook.config.schema import (
     world_size,
 )
 from tunebook.data.batch import BatchPlan
+from tunebook.facts.methods import method_facts
 from tunebook.files import cache_root, remember, sha256_text
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.record.locks import PACKAGES
@@ -60,7 +61,12 @@ def measured_config(config: RunConfig, batch: BatchPlan) -> RunConfig:
     per_row = -(-batch.row_length // config.training.max_length) if batch.is_packed else 1
     document = batch.row_length // per_row
     samples = batch.data_ranks * batch.micro_batch_size * passes * per_row
-    synthetic = SyntheticConfig(num_documents=NUM_STEPS * samples, min_tokens=document, max_tokens=document)
+    synthetic = SyntheticConfig(
+        num_documents=NUM_STEPS * samples,
+        min_tokens=document,
+        max_tokens=document,
+        pairs=method_facts(config).reads == "pairs",
+    )
     training = replace(  # a setting that is not named here is taken over: it may need memory
         config.training,
         global_samples=samples,

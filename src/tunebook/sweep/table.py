@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from tunebook.errors import StoppedError
+from tunebook.facts.methods import VALIDATION_METRICS
 from tunebook.files import atomic_write_text, read_json
 from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
@@ -25,6 +26,7 @@ METRICS = {
     "final_loss": ("loss", ".4f"),
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
     "seconds": ("seconds", ",.0f"),
+    **{name: (name.removeprefix("validation_").replace("_", " "), ".4g") for name in VALIDATION_METRICS},
 }
 # Metrics that a running trial reports, and their keys in the lines of metrics.jsonl.
 LOGGED_WHILE_RUNNING = {"final_loss": "loss", "validation_loss": "validation_loss"}
@@ -45,6 +47,12 @@ class TrialResult:
     is_higher_better: bool  # of the evaluation score
     tokens_per_second_per_gpu: float | None  # median over the logged steps after warm-up
     was_pruned: bool = False
+    of_method: dict[str, float | None] = field(default_factory=dict)  # its metrics of the validation of the saved model
+
+    def value(self, metric: str) -> float | None:
+        """One of `METRICS`; None if it was not measured."""
+        found: float | None = self.of_method.get(metric) if metric in VALIDATION_METRICS else getattr(self, metric)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +82,15 @@ def read_result(
     training = [line for line in metrics if is_training_line(line)]
     speeds = [speed for line in training if (speed := line.get("tokens_per_second_per_gpu")) is not None]
     best = manifest_or_empty(run_folder).get("status", {}).get("best_step")
-    validation = [
-        line["validation_loss"]
-        for line in metrics
-        if not is_training_line(line) and (best is None or line["step"] == best)
-    ]
+    validation = [line for line in metrics if not is_training_line(line) and best in (None, line["step"])]
     score, is_higher_better = _evaluation_score(run_folder)
     return TrialResult(
         exit_code=exit_code,
         how_it_ended=ending or _ending_of(run_folder, log, exit_code),
         seconds=seconds,
         final_loss=training[-1].get("loss") if training else None,
-        validation_loss=validation[-1] if validation else None,
+        validation_loss=validation[-1]["validation_loss"] if validation else None,
+        of_method={name: validation[-1][name] for name in VALIDATION_METRICS if validation and name in validation[-1]},
         evaluation_score=score,
         is_higher_better=is_higher_better,
         tokens_per_second_per_gpu=median_after_warm_up(speeds),
@@ -119,12 +124,14 @@ def _ending_of(run_folder: Path, log: Path, exit_code: int) -> str:
 
 def cost_of(result: TrialResult | None, metric: str) -> float | None:
     """Return the metric of a finished trial as a number that is lower for the better one; None if not measured."""
-    value: float | None = getattr(result, metric) if result is not None and result.exit_code == 0 else None
+    value = result.value(metric) if result is not None and result.exit_code == 0 else None
     if value is None or result is None:
         return None
     is_higher_better = metric == "tokens_per_second_per_gpu"
     if metric == "evaluation_score":
         is_higher_better = result.is_higher_better
+    if metric in VALIDATION_METRICS:
+        is_higher_better = VALIDATION_METRICS[metric].is_higher_better
     return -value if is_higher_better else value
 
 
@@ -145,13 +152,17 @@ def sweep_exit_code(rows: list[Row]) -> int:
 def write_csv(rows: list[Row], metric: str, fixed: list[str], folder: Path) -> None:
     """Write one line per trial, best first: rank, a column for each override (swept ones first), all measurements."""
     columns = ["rank", *rows[0].values, *(word.partition("=")[0] for word in fixed)]
-    measurements = ["exit_code", "how_it_ended", *METRICS]
+    results = [row.result for row in rows if row.result is not None]
+    of_method = [name for name in VALIDATION_METRICS if any(result.value(name) is not None for result in results)]
+    measurements = [*(name for name in METRICS if name not in VALIDATION_METRICS), *of_method]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")  # None is an empty cell
-    writer.writerow([*columns, *measurements, "run_folder"])
+    writer.writerow([*columns, "exit_code", "how_it_ended", *measurements, "run_folder"])
     for rank, row in ranked(rows, metric):
         values = [*row.values.values(), *(word.partition("=")[2] for word in fixed)]
-        measured = [getattr(row.result, name, None) for name in measurements]
+        result = row.result
+        ended = [getattr(result, name, None) for name in ("exit_code", "how_it_ended")]
+        measured = [*ended, *(result.value(name) if result is not None else None for name in measurements)]
         writer.writerow([rank, *values, *measured, folder / row.name])
     atomic_write_text(folder / CSV_FILE, text.getvalue())
 
@@ -162,13 +173,16 @@ def sweep_table(rows: list[Row], metric: str) -> Table:
     table.add_column("rank", justify="right")
     for key in rows[0].values:
         table.add_column(key, justify="right", overflow="fold")
-    shown = [name for name in METRICS if any(getattr(row.result, name, None) is not None for row in rows)]
+    results = [row.result for row in rows if row.result is not None]
+    names = [name for name in METRICS if name == metric or name not in VALIDATION_METRICS]  # the file has them all
+    shown = [name for name in names if any(result.value(name) is not None for result in results)]
     for name in shown:
         table.add_column(METRICS[name][0], justify="right")
     table.add_column("how it ended", overflow="fold")
     table.add_column("folder", overflow="fold")
     for rank, row in ranked(rows, metric):
-        cells = [_cell(getattr(row.result, name, None), METRICS[name][1]) for name in shown]
+        result = row.result
+        cells = [_cell(result.value(name) if result is not None else None, METRICS[name][1]) for name in shown]
         ending = row.result.how_it_ended if row.result is not None else "not ended"
         table.add_row(*map(Text, (rank, *map(_shortened, row.values.values()), *cells, ending, row.name)))
     return table

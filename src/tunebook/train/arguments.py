@@ -22,6 +22,7 @@ from tunebook.config.choices import (
 )
 from tunebook.config.schema import RunConfig, ScheduleConfig
 from tunebook.data.batch import BatchPlan
+from tunebook.facts.methods import is_higher_better
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.model.fp8 import ALIGNMENT
 from tunebook.parallel.ddp import ddp_arguments
@@ -136,7 +137,8 @@ def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
     if training.evaluate_every_steps:
         arguments["eval_steps"] = training.evaluate_every_steps
     if training.load_best_at_end or training.early_stopping_patience:
-        arguments |= {"metric_for_best_model": "validation_loss", "greater_is_better": False}
+        metric = training.best_metric
+        arguments |= {"metric_for_best_model": metric, "greater_is_better": is_higher_better(metric)}
     if training.push_to_hub is not None:
         arguments |= {"push_to_hub": True, "hub_model_id": training.push_to_hub, "hub_strategy": "every_save"}
     return arguments

@@ -6,6 +6,7 @@ without autocast).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from tunebook.data.sampler import DocumentRows, RankBatches
+from tunebook.data.sampler import DocumentRows, RankBatches, Row
 
 
 class SampledBatches(Trainer):
     """Trains on this rank's micro-batches of prepared documents. Use before a trainer of TRL among the bases."""
+
+    rows: type[DocumentRows] = DocumentRows
 
     def __init__(
         self,
@@ -36,8 +39,8 @@ class SampledBatches(Trainer):
         self.row_multiple = row_multiple  # in tokens; None: the collator fills rows
         super().__init__(*args, **kwargs)
 
-    def _loader(self, documents: Any, batches: RankBatches) -> DataLoader[Any]:
-        rows = DocumentRows(documents, filler_token_id=self.filler_token_id, multiple=self.row_multiple or 1)
+    def _loader(self, documents: Any, batches: Iterable[list[Row]]) -> DataLoader[Any]:
+        rows = self.rows(documents, filler_token_id=self.filler_token_id, multiple=self.row_multiple or 1)
         return DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PrinterCallback
-from trl import SFTConfig
 
 from tunebook.checkpoint.collectives import background_group, on_first_rank
 from tunebook.checkpoint.identity import identity_of
@@ -19,6 +22,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
+from tunebook.facts.methods import method_facts
 from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import (
     adapter_config,
@@ -43,7 +47,7 @@ from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
 from tunebook.train.callbacks import StartRecord
 from tunebook.train.leak_probe import LeakProbe
-from tunebook.train.methods.sft import RecipeTrainer
+from tunebook.train.methods.trainer import MethodTrainer, Run
 from tunebook.train.reporting import set_up_tracking
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
@@ -51,13 +55,15 @@ from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join
 
 def build_trainer(
     config: RunConfig, plan: BatchPlan, prepared: Prepared, schedule: Schedule, folder: Path, clock: StartClock
-) -> RecipeTrainer:
+) -> MethodTrainer:
     """Load the model, join the ranks and put the trainer together, with the callbacks that check it."""
     assert plan.total_steps is not None
     validation = prepared.validation
     is_first_rank = os.environ.get("RANK", "0") == "0"
     set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank)
-    arguments, model, sequence = _load(config, plan, folder, clock, has_validation=validation is not None)
+    method: Any = import_module(method_facts(config).module)
+    stated = trainer_arguments(config, plan, folder, has_validation=validation is not None)
+    arguments, model, sequence = _load(config, partial(method.trainer_config, stated), clock)
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index // plan.sequence_group_size, plan.data_ranks
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
@@ -70,7 +76,8 @@ def build_trainer(
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )
-    trainer = RecipeTrainer(
+    trainer: MethodTrainer = method.build(
+        Run(config=config, prepared=prepared, sequence=sequence),
         model=model,
         args=arguments,
         processing_class=tokenizer,
@@ -83,8 +90,6 @@ def build_trainer(
         validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
         autocast_dtype=autocast_dtype(config),
         row_multiple=row_multiple(config),
-        has_one_pass_head=bool(config.model.one_pass_head),
-        sequence=sequence,
         saver=_saver(config, folder, prepared),
     )
     fp8_layers = _finish_layers(config, model, trainer)
@@ -97,8 +102,8 @@ def build_trainer(
 
 
 def _load(
-    config: RunConfig, plan: BatchPlan, folder: Path, clock: StartClock, *, has_validation: bool
-) -> tuple[SFTConfig, PreTrainedModel, SequenceGroup | None]:
+    config: RunConfig, make_arguments: Callable[[], Any], clock: StartClock
+) -> tuple[Any, PreTrainedModel, SequenceGroup | None]:
     """Load the model and join the ranks; returns the Trainer's arguments, the model and this rank's sequence group."""
     if config.model.compile_layers:
         from torch._inductor.async_compile import maybe_warm_pool  # an import that other runs do not need
@@ -107,10 +112,7 @@ def _load(
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     clock.passed("model")
     join_ranks(config)
-    arguments = SFTConfig(
-        **trainer_arguments(config, plan, folder, has_validation=has_validation),
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )
+    arguments = make_arguments()
     bound_deepspeed_groups(config)
     clock.passed("join_ranks")
     model = finish_loading(config, begun, arguments.process_index, arguments.device)
@@ -123,7 +125,7 @@ def _load(
     return arguments, model, sequence
 
 
-def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
+def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTrainer) -> list[str]:
     """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
     is_on_cpu = config.hardware.generation is Generation.cpu
     if config.packing.mode is PackingMode.isolated or not is_on_cpu:  # a GPU's kernels are for padded rows, too

@@ -11,15 +11,23 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from tunebook.checkpoint.save import CheckpointSaver
+from tunebook.facts.methods import is_higher_better
 from tunebook.record.start_up import StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
 
 VALIDATION_LOSS = "eval_validation_loss"  # the key in the trainer's log
 
 
-def validation_losses(state: TrainerState) -> dict[int, float]:
-    """The validation losses by step, in order, including those before a resume, which the checkpoint keeps."""
-    return {int(entry["step"]): entry[VALIDATION_LOSS] for entry in state.log_history if VALIDATION_LOSS in entry}
+def validation_values(state: TrainerState, metric: str = "validation_loss") -> dict[int, float]:
+    """A validation's metric by step, in order, including those before a resume, which the checkpoint keeps."""
+    key = f"eval_{metric}"
+    return {int(entry["step"]): entry[key] for entry in state.log_history if key in entry}
+
+
+def validation_costs(state: TrainerState, metric: str) -> dict[int, float]:
+    """The same, lower for the better."""
+    sign = -1.0 if is_higher_better(metric) else 1.0
+    return {step: sign * value for step, value in validation_values(state, metric).items()}
 
 
 class StopOnRequest(TrainerCallback):
@@ -61,8 +69,9 @@ class EarlyStopping(TrainerCallback):
     a resume, and a restored one has the patience of the checkpoint instead of run.yaml's.
     """
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, metric: str = "validation_loss") -> None:
         self.patience = patience
+        self.metric = metric
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -77,9 +86,9 @@ class EarlyStopping(TrainerCallback):
             control.should_save |= args.save_strategy != SaveStrategy.NO
 
     def is_over(self, state: TrainerState) -> bool:
-        """True if the last `patience` validation losses are not better than the best before them."""
-        losses = list(validation_losses(state).values())
-        return bool(losses) and len(losses) - 1 - losses.index(min(losses)) >= self.patience
+        """True if the last `patience` validations are not better than the best before them."""
+        costs = list(validation_costs(state, self.metric).values())
+        return bool(costs) and len(costs) - 1 - costs.index(min(costs)) >= self.patience
 
 
 class LogToTheEnd(TrainerCallback):

@@ -36,14 +36,18 @@ def ending_of(config: RunConfig, trainer: Any) -> Ending:
     if is_early := state.global_step < state.max_steps:
         patience = config.training.early_stopping_patience
         texts.append(
-            f"stopped early after step {state.global_step}: no better validation loss in "
+            f"stopped early after step {state.global_step}: no better {_words(config)} in "
             f"{patience} evaluation{'s' if patience != 1 else ''}"
         )
     if best is not None:
-        texts.append(f"model/ is checkpoint-{best} ({state.best_metric:.4f}), the best by validation loss")
+        texts.append(f"model/ is checkpoint-{best} ({state.best_metric:.4f}), the best by {_words(config)}")
     if texts and trainer.args.process_index == 0:
         print("; ".join(texts), flush=True)
     return Ending(reason="; ".join(texts) if is_early else FINISHED, step=state.global_step, best_step=best)
+
+
+def _words(config: RunConfig) -> str:
+    return config.training.best_metric.replace("_", " ")
 
 
 def best_missing(folder: Path) -> DataError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from tunebook.config.choices import Generation, PeftMethod, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
+from tunebook.facts.methods import method_facts
 from tunebook.facts.peaks import peak_of
 from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilization
 from tunebook.record.metrics import remove_later_lines, write_line
-from tunebook.train.callbacks import VALIDATION_LOSS, validation_losses
+from tunebook.train.callbacks import VALIDATION_LOSS, validation_values
 from tunebook.train.reporting import Progress
 
 _GIB = 1024**3
@@ -37,12 +39,18 @@ class RecordedLogs(Trainer):
         self.records: Records | None = None
         super().__init__(*args, **kwargs)
 
+    def step_metrics(self) -> dict[str, float]:
+        """The method's metrics since the last logged step, over all ranks. A collective."""
+        return {}
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream, with the numbers of metrics.jsonl. Called on every rank.
 
         Raises: InvalidTrainingError for a number that is not finite. All ranks log the same, so they raise together.
         """
         logs.pop("train_samples_per_second", None)  # the summary at the end counts rows, not documents
+        if "loss" in logs:
+            logs |= self.step_metrics()
         if self.records is not None:
             self.records.complete(logs, self.args, self.state)
         super().log(logs, start_time)
@@ -74,13 +82,16 @@ def records_of(config: RunConfig, batches: RankBatches, model: torch.nn.Module, 
         name = torch.cuda.get_device_name()
         uses_tf32 = config.precision.tf32 is Switch.enabled
         peak = peak_of(generation, config.precision.compute, gpu_name=name, uses_tf32=uses_tf32)
-    attended = attended_length_tokens(batches.schedule.lengths.tolist())
+    schedule, rows = batches.schedule, method_facts(config).rows_per_document
+    widths = schedule.lengths if schedule.widths is None else schedule.widths // rows
+    attended = attended_length_tokens(widths.tolist())
     adapted = None  # a full fine-tune trains all that a token reaches
     if config.peft.method is not PeftMethod.full:
         adapted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Records(
         batches=batches,
         folder=folder,
+        metrics=[*method_facts(config).metrics],
         flops_per_token=flops_per_token(facts, attended, adapted) if facts is not None else None,
         peak_tflops=peak.tflops if peak is not None else None,
     )
@@ -97,11 +108,13 @@ class Records(TrainerCallback):
         *,
         batches: RankBatches,
         folder: Path | None,
+        metrics: Sequence[str],
         flops_per_token: float | None,
         peak_tflops: float | None,
     ) -> None:
         self.batches = batches
         self.folder = folder  # None: this rank writes and shows nothing
+        self.metrics = metrics  # of the method, in addition to the loss
         self._progress = Progress()
         self.flops_per_token = flops_per_token
         self.peak_tflops = peak_tflops
@@ -122,7 +135,7 @@ class Records(TrainerCallback):
         self._last = time.perf_counter()
         self._progress.start(state.global_step, state.max_steps)
         if self.folder is not None:
-            remove_later_lines(self.folder, state.global_step, validation_losses(state))
+            remove_later_lines(self.folder, state.global_step, validation_values(state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the step's time with its data loading, and store the tokens and documents for the next checkpoint.
@@ -167,6 +180,7 @@ class Records(TrainerCallback):
         elif VALIDATION_LOSS in logs:
             loss = logs[VALIDATION_LOSS]
             line = {"validation_loss": loss, "validation_tokens": int(logs["eval_validation_tokens"])}
+            line |= {name: logs[f"eval_{name}"] for name in (f"validation_{metric}" for metric in self.metrics)}
             if is_writing:
                 self._progress.validated(step, loss)
         else:
@@ -197,6 +211,7 @@ class Records(TrainerCallback):
             "num_steps": num_steps,
             "epoch": state.epoch,
             "loss": logs["loss"],
+            **{name: logs[name] for name in self.metrics},
             "grad_norm": logs.get("grad_norm"),
             "learning_rate": logs["learning_rate"],
             "tokens_seen": seen["tokens"],

@@ -20,7 +20,7 @@ from tunebook.checkpoint.verify import is_complete
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.schema import TrainingConfig
 from tunebook.errors import DataError
-from tunebook.train.callbacks import VALIDATION_LOSS, validation_losses
+from tunebook.train.callbacks import VALIDATION_LOSS, validation_costs, validation_values
 
 Hyperparameters: TypeAlias = list[dict[str, Any]]  # by parameter group
 
@@ -113,21 +113,22 @@ class RestoredState(TrainerCallback):
         folders = [self.trainer.saver.folder, self.resumed.parent]
         if state.best_model_checkpoint is not None:
             folders.append(Path(state.best_model_checkpoint).parent)
-        losses = validation_losses(state)
-        steps = losses.keys() | ({best} if best is not None else set())
+        metric = self.training.best_metric
+        values, costs = validation_values(state, metric), validation_costs(state, metric)
+        steps = values.keys() | ({best} if best is not None else set())
         existing = on_first_rank(lambda: _complete(steps, folders))
         if best not in existing:
             is_allowed = best is None or ResumeAnyway.best in self.training.resume_anyway
             if self.training.load_best_at_end and not is_allowed:
                 raise DataError(
-                    f"the best validation loss so far was {state.best_metric:.4f} at step {best}, and there is no "
+                    f"the best {metric} so far was {state.best_metric:.4f} at step {best}, and there is no "
                     f"complete checkpoint-{best} in {self.resumed.parent}, so training.load_best_at_end=true could not "
                     "load it. Restore it from a copy, or use the best of the existing ones: "
                     "'training.resume_anyway=[best]'",
                     problem_id="best-checkpoint-missing",
                 )
-            best = min(losses.keys() & existing.keys(), key=lambda step: (losses[step], step), default=None)
-            state.best_global_step, state.best_metric = best, losses[best] if best is not None else None
+            best = min(costs.keys() & existing.keys(), key=lambda step: (costs[step], step), default=None)
+            state.best_global_step, state.best_metric = best, values[best] if best is not None else None
         state.best_model_checkpoint = str(existing[best]) if best is not None else None
 
 

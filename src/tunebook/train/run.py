@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import tunebook.train.methods.sft  # noqa: F401  # of most runs: imported with the other libraries, before it is needed
 from tunebook.checkpoint.choose import choose_checkpoint, same_command
 from tunebook.checkpoint.identity import differences
 from tunebook.checkpoint.record import RECORD_FILE, read_record
@@ -31,7 +32,7 @@ from tunebook.terminal import quiet_libraries
 from tunebook.train.build import build_trainer
 from tunebook.train.callbacks import EarlyStopping, LogToTheEnd, StopOnRequest
 from tunebook.train.endings import Ending, best_missing, ending_of, last_good, memory_ran_out, write_ending
-from tunebook.train.methods.sft import RecipeTrainer
+from tunebook.train.methods.trainer import MethodTrainer
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
 from tunebook.train.records import records_of
 from tunebook.train.reporting import set_up_libraries
@@ -72,9 +73,9 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     """
     config = load_config(folder / "run.yaml")
     prepared = load_prepared(Path(json.loads((folder / PREPARED_FILE).read_text())["folder"]))
-    lengths = prepared.train.load_lengths().astype(np.int64)
-    plan = solve_batch(config, lengths)
-    schedule = schedule_of(config, plan, lengths)
+    lengths, widths = (of().astype(np.int64) for of in (prepared.train.load_lengths, prepared.train.load_widths))
+    plan = solve_batch(config, lengths, widths)
+    schedule = schedule_of(config, plan, lengths, widths)
     clock.passed("data")
     trainer = build_trainer(config, plan, prepared, schedule, folder, clock)
     is_unsaved = (folder / UNSAVED_FILE).exists()
@@ -101,7 +102,7 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     return ending_of(config, trainer)
 
 
-def _add_callbacks(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:
+def _add_callbacks(config: RunConfig, trainer: MethodTrainer, folder: Path) -> Path | None:
     """Add the callbacks in the order that they need each other; returns the checkpoint to resume from.
 
     A new callback goes here. `build_trainer` adds only those that check the wrapped model.
@@ -115,11 +116,11 @@ def _add_callbacks(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> P
     trainer.add_callback(trainer.records)
     resumed = _resumed(config, trainer, folder)
     if patience is not None:
-        trainer.add_callback(EarlyStopping(patience))  # uses the restored state
+        trainer.add_callback(EarlyStopping(patience, config.training.best_metric))  # uses the restored state
     return resumed
 
 
-def _record_facts(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> None:
+def _record_facts(config: RunConfig, trainer: MethodTrainer, folder: Path) -> None:
     """Record what only a rank knows: NCCL, and the base weights (the hub's commit, or a folder's fingerprint)."""
     if compiles_kernels(config):
         print("the first steps compile kernels, which takes up to minutes; later runs reuse them", flush=True)
@@ -133,7 +134,7 @@ def _record_facts(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> No
     add_to_manifest(folder, {"hardware": {"nccl": nccl}, "model": weights})
 
 
-def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | None:
+def _resumed(config: RunConfig, trainer: MethodTrainer, folder: Path) -> Path | None:
     """The checkpoint to resume from; the first rank prints it."""
 
     def say(text: str) -> None:
@@ -158,7 +159,7 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
     return trainer.loadable(resumed)
 
 
-def _run_to_its_end(config: RunConfig, trainer: RecipeTrainer, resumed: Path | None, folder: Path) -> None:
+def _run_to_its_end(config: RunConfig, trainer: MethodTrainer, resumed: Path | None, folder: Path) -> None:
     """Train, and validate once at the end if no interval is configured. Raises: as `train`."""
     is_validated_once = trainer.validation_batches is not None and not config.training.evaluate_every_steps
     try:

@@ -166,6 +166,9 @@ def test_padded_rows_are_as_long_as_generated_documents_can_be() -> None:
     assert shape_of(short) == (2, 256) and shape_of(long) == (2, long.training.max_length)
     packed = resolved("qwen3b_zero2", *SHORT)
     assert shape_of(packed) == (1, 2 * 1024)
+    assert shape_of(resolved("qwen3b_zero2", *SHORT, "packing.mode=padded", "method=dpo")) == (2 * 2, 256), (
+        "the sides of two pairs"
+    )
 
 
 GPUS = Measurement(

@@ -10,12 +10,14 @@ from tunebook.config.choices import (
     Attention,
     Checkpointing,
     Compute,
+    DpoLoss,
     Format,
     Generation,
     LauncherName,
     MasterWeights,
     Offload,
     OptimizerName,
+    Overlong,
     PackingMode,
     PeftMethod,
     ScheduleName,
@@ -26,7 +28,7 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.launchers import RayConfig, SlurmConfig
-from tunebook.config.schema import FsdpConfig, MixturePart, ParallelismConfig, ZeroConfig
+from tunebook.config.schema import DpoConfig, FsdpConfig, MethodConfig, MixturePart, ParallelismConfig, ZeroConfig
 
 from ..memory.layers import measured as traced
 
@@ -116,6 +118,13 @@ SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 RAY = {"launcher": RayConfig(name=LauncherName.ray)}
 ON_TWO_NODES = {**DDP, "hardware.num_nodes": 2, "hardware.gpus_per_node": 4}
 
+
+def dpo(**settings: Any) -> dict[str, Any]:
+    """Preference training with the padded rows and without the dropout that it needs."""
+    method = DpoConfig(name="dpo", **settings)
+    return {**PADDED, "method": method, "peft.dropout": 0.0, "model.one_pass_head": False}
+
+
 CASES = [
     Case("out-of-range", "optimizer.learning_rate", {"optimizer.learning_rate": math.nan}),
     Case("out-of-range", "model.facts.vocab_size", {"model.facts.vocab_size": 0}),
@@ -139,6 +148,16 @@ CASES = [
     Case("validation-source", HELD_OUT, {"dataset.validation_split": "train"}),
     Case("validation-source", HELD_OUT, {"dataset.validation_path": "a.jsonl"}, GENERATED),
     Case("train-on-without-roles", "dataset.train_on", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
+    # method
+    Case("method-settings-mismatch", "method.name", {"method": MethodConfig(name="dpo")}, dpo()),
+    Case("method-takes-padded-rows", "packing.mode", {"packing.mode": PackingMode.isolated}, dpo()),
+    Case("method-without-one-pass-head", "model.one_pass_head", {"model.one_pass_head": True}, dpo()),
+    Case("method-without-dropout", "peft.dropout", {"peft.dropout": 0.05}, dpo()),
+    Case("pairs-settings", "dataset.train_on", {"dataset.train_on": TrainOn.everything}, dpo()),
+    Case("pairs-settings", "dataset.overlong", {"dataset.overlong": Overlong.split}, dpo()),
+    Case("best-metric-unknown", "training.best_metric", {"training.best_metric": "validation_reward_accuracy"}),
+    Case("dpo-label-smoothing", "method.label_smoothing", dpo(label_smoothing=0.1, loss_type=DpoLoss.ipo)),
+    Case("dpo-label-smoothing", "method.label_smoothing", dpo(loss_type=DpoLoss.exo_pair)),
     # batch
     Case("batch-one-way", SAMPLES, {TOKENS: 65_536}),
     Case("batch-not-divisible", SAMPLES, {SAMPLES: 530}, PADDED_DDP),

@@ -42,7 +42,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     header = ModelCardData(
         library_name="peft" if origin.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["tunebook", "sft"],
+        tags=["tunebook", config.method.name],
         base_model=config.model.name,
     )
     parts = [

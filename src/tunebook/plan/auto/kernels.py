@@ -17,6 +17,7 @@ from tunebook.facts.architectures import (
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED
 from tunebook.facts.generations import GENERATIONS, can_run
+from tunebook.facts.methods import method_facts
 from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import brings_code
@@ -80,6 +81,8 @@ def decide_head(config: RunConfig) -> tuple[bool, str]:
     """
     if config.hardware.generation is Generation.cpu or config.precision.compute not in (Compute.bf16, Compute.fp8):
         return False, "tested on GPUs in bf16 and fp8 only"
+    if not method_facts(config).has_equal_tokens:
+        return False, f"method={config.method.name} weights each answer's tokens by its loss"
     return True, "logits are computed once instead of twice: 3% faster (Qwen2.5-3B, one H200)"
 
 
@@ -121,6 +124,8 @@ def _goes_by_document(config: RunConfig) -> bool:
 def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
     """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
     image = GENERATIONS[config.hardware.generation].image
+    if not method_facts(config).may_pack:
+        return PackingMode.padded, f"method={config.method.name} takes padded rows, as TRL's trainer"
     if isolates(config) is False:
         return PackingMode.padded, "the architecture cannot keep packed documents apart"
     version_of = image.state_kernels.__contains__ if is_planned else installed_version

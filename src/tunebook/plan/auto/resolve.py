@@ -14,6 +14,7 @@ from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.errors import Problem
 from tunebook.facts.generations import GENERATIONS
+from tunebook.facts.methods import method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import read_dtype
@@ -75,11 +76,14 @@ def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool
     problem = hardware_problem(resolved, machine)
     is_planned = problem is not None or starts_elsewhere(resolved)
     _decide_precision(decisions)
-    missing = None if is_planned else machine.missing_for_triton
+    missing, may_pack = None if is_planned else machine.missing_for_triton, method_facts(resolved).may_pack
+    if not may_pack:  # compiling and attention depend on it
+        decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
     decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
-    decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
+    if may_pack:
+        decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
     decide_strategy(decisions)
     decide_passes(decisions)
     here = None if is_planned else machine.host_memory_gib

@@ -14,6 +14,7 @@ from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMet
 from tunebook.config.schema import RunConfig, data_ranks, world_size
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch, longest_document
 from tunebook.facts.attention import attention_facts
+from tunebook.facts.methods import method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import config_file
 from tunebook.parallel import deepspeed, fsdp
@@ -155,12 +156,14 @@ def shape_of(config: RunConfig) -> tuple[int, int]:
     """
     rows, length = config.training.micro_batch_size, config.packing.row_length or config.training.max_length
     if config.packing.mode is PackingMode.padded:
-        return rows or _padded_rows(config), min(length, longest_document(config))
+        documents = rows or _padded_rows(config)
+        return documents * method_facts(config).rows_per_document, min(length, longest_document(config))
     return 1, math.ceil((rows or 1) * length / config.parallelism.sequence_group_size)
 
 
 def _padded_rows(config: RunConfig) -> int:
-    samples, length, ranks = config.training.global_samples, config.training.max_length, data_ranks(config)
+    samples, ranks = config.training.global_samples, data_ranks(config)
+    length = config.training.max_length * method_facts(config).rows_per_document
     if samples is None or samples < ranks:
         return max(1, PADDED_TOKENS_PER_PASS // max(1, length))
     return largest_micro_batch(samples // ranks, length)

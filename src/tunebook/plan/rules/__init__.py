@@ -4,7 +4,7 @@ A rule looks at the resolved configuration only (see `plan.auto.resolve`); `trai
 on this machine. To add a rule: write it in the module of its key, and its case in `tests/plan/rules/rule_cases.py`.
 
     settings     ranges of all keys, and keys that the run does not read
-    model, data, adapters (peft), optimizer (and schedule), parallelism, precision: the group of that name
+    model, data, method, adapters (peft), optimizer (and schedule), parallelism, precision: the group of that name
     batch        training: batch, lengths and steps
     kernels      attention, packing, activation, compiled blocks
     running      the rest of training: validation, saving, resuming; evaluation; launcher
@@ -24,6 +24,7 @@ from tunebook.plan.rules import (
     batch,
     data,
     kernels,
+    method,
     model,
     optimizer,
     parallelism,
@@ -36,7 +37,7 @@ from tunebook.plan.rules.frame import Rule
 __all__ = ["RULES", "check", "located"]
 
 PlaceOf = Callable[[str], str | None]
-_MODULES = (settings, model, data, batch, precision, kernels, parallelism, adapters, optimizer, running)
+_MODULES = (settings, model, data, method, batch, precision, kernels, parallelism, adapters, optimizer, running)
 # By id, in the order in which modules define them.
 RULES: tuple[Rule, ...] = tuple(
     {part.id: part for module in _MODULES for part in vars(module).values() if isinstance(part, Rule)}.values()

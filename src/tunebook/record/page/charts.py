@@ -18,6 +18,7 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
+from tunebook.facts.methods import METHODS, MethodFacts
 from tunebook.record.page.numbers import Unit, format_value, tick_labels
 from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
@@ -35,7 +36,6 @@ _ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _START_AT_ZERO_BELOW = 0.5  # of the largest value: an axis whose smallest value is below this starts at zero
 _OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all others
 _FLATTENED_SHARE = 0.35  # of the largest loss: a second half below it is hard to read in the same axes
-_LOSS = "loss per trained token"
 
 # key of metrics.jsonl, title, label of the vertical axis, unit
 _SIMPLE = (
@@ -238,7 +238,7 @@ def _template() -> Template:
 
 def loss_charts(record: RunRecord) -> list[Chart]:
     """Training loss, raw and smoothed, with validation; its second half again if the first half flattens it."""
-    raw, values = record.points("loss"), record.values("loss")
+    raw, values, label = record.points("loss"), record.values("loss"), _facts_of(record).loss_label
     if not raw:
         return []
     every, middle = record.log_every_steps, len(raw) // 2
@@ -257,34 +257,34 @@ def loss_charts(record: RunRecord) -> list[Chart]:
     invalid, ceiling = record.first_invalid_step, outlier_ceiling(values)
     charts = [
         Chart(
-            title="Loss", y_label=_LOSS, lines=lines, ceiling=ceiling, note=_ceiling_note(raw, ceiling),
+            title="Loss", y_label=label, lines=lines, ceiling=ceiling, note=_ceiling_note(raw, ceiling),
             mark=None if invalid is None else (invalid, f"not finite, step {invalid}"),
         )
     ]  # fmt: skip
     late_values = [y for _, y in raw[middle:] if y is not None]
     if len(raw) - middle >= SMOOTH_FROM and late_values and max(late_values) <= _FLATTENED_SHARE * max(values):
-        charts.append(Chart(title="Loss, second half", y_label=_LOSS, lines=late))
+        charts.append(Chart(title="Loss, second half", y_label=label, lines=late))
     return charts
 
 
 def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
     """The other recorded curves, and the titles of those that were not recorded."""
-    charts = [*_simple_charts([record], None), *_memory_chart(record)]
+    charts = [*_method_charts(record), *_simple_charts([record], None), *_memory_chart(record)]
     titles = {chart.title for chart in charts}
     return charts, [title for title in (*(title for _, title, _, _ in _SIMPLE), "Memory") if title not in titles]
 
 
 def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     """The curves of several runs in shared axes: the loss over steps and over tokens, then the others."""
-    charts = []
+    charts, label = [], " or ".join(sorted({_facts_of(record).loss_label for record in records}))
     for title, over, x_label in (
         ("Loss over steps", "step", "optimizer step"), ("Loss over tokens", "tokens_seen", "tokens seen"),
     ):  # fmt: skip
         curves = [record.points("loss", over) for record in records]
         smoothed = [smooth(points)[0] if len(points) >= SMOOTH_FROM else points for points in curves]
-        charts.append(Chart(title=title, y_label=_LOSS, x_label=x_label, lines=_overlay(smoothed, names)))
+        charts.append(Chart(title=title, y_label=label, x_label=x_label, lines=_overlay(smoothed, names)))
     validation = _overlay(list(map(_validation, records)), names, "dots")
-    charts.append(Chart(title="Validation loss", y_label=_LOSS, lines=validation))
+    charts.append(Chart(title="Validation loss", y_label=label, lines=validation))
     drawn = [chart for chart in charts if any(y is not None for line in chart.lines for _, y in line.points)]
     return drawn + _simple_charts(records, names)
 
@@ -313,8 +313,25 @@ def _simple_charts(records: Sequence[RunRecord], names: Sequence[str] | None) ->
     return charts
 
 
-def _validation(record: RunRecord) -> list[Point]:
-    return [(line["step"], line["validation_loss"]) for line in record.validation]
+def _facts_of(record: RunRecord) -> MethodFacts:
+    return METHODS[record.config.get("method", {}).get("name", "sft")]
+
+
+def _method_charts(record: RunRecord) -> list[Chart]:
+    """The curves that only the run's method has, with those of the validation."""
+    charts: dict[str, Chart] = {}
+    for name, metric in _facts_of(record).metrics.items():
+        chart = charts.setdefault(metric.chart, Chart(title=metric.chart, y_label=metric.y_label, lines=[]))
+        color = sum(line.stroke == "strong" for line in chart.lines)
+        chart.lines.append(Line(name=metric.line, points=record.points(name), color=color))
+        if validation := _validation(record, f"validation_{name}"):
+            name_of_line = f"{metric.line}, validation"
+            chart.lines.append(Line(name=name_of_line, points=validation, color=color, stroke="dots"))
+    return list(charts.values()) if record.training else []
+
+
+def _validation(record: RunRecord, key: str = "validation_loss") -> list[Point]:
+    return [(line["step"], line[key]) for line in record.validation if key in line]
 
 
 def _overlay(curves: Sequence[list[Point]], names: Sequence[str], stroke: Stroke = "strong") -> list[Line]:

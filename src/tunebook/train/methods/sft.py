@@ -7,25 +7,31 @@ A test pins the signatures.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from peft.utils.other import TrainableTokensWrapper
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from tunebook.errors import RequestError
-from tunebook.model.blocks import name_experts
-from tunebook.train.batches import SampledBatches
-from tunebook.train.checkpoints import CompleteCheckpoints
-from tunebook.train.offloading import correct_offloading
+from tunebook.train.methods.trainer import MethodTrainer, Run
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.sequence import SequenceGroup
 
 
-class RecipeTrainer(SampledBatches, CompleteCheckpoints, SFTTrainer):
-    """`SFTTrainer` over prepared documents; the data sets handed to the base class are the documents themselves."""
+def trainer_config(arguments: dict[str, Any]) -> SFTConfig:
+    """TRL's configuration for prepared documents."""
+    return SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True})
+
+
+def build(run: Run, **arguments: Any) -> RecipeTrainer:
+    """The trainer of a run."""
+    return RecipeTrainer(**arguments, has_one_pass_head=bool(run.config.model.one_pass_head), sequence=run.sequence)
+
+
+class RecipeTrainer(MethodTrainer, SFTTrainer):
+    """`SFTTrainer` over prepared documents."""
 
     def __init__(
         self,
@@ -39,19 +45,6 @@ class RecipeTrainer(SampledBatches, CompleteCheckpoints, SFTTrainer):
         super().__init__(*args, **kwargs)
         if not self.padding_free:
             self.row_multiple = None  # the collator fills padded rows
-        # The loss below is divided by the trained tokens of the whole step for every model. Gemma 3n's and 4's own loss
-        # is not, so upstream would give each micro-batch the same weight.
-        self.model_accepts_loss_kwargs = True
-        trained: Any = self.model
-        text = trained.config.get_text_config()
-        if self.aux_loss_enabled and not name_experts(text):
-            # TRL enables it for dense models of an architecture that may have experts.
-            self.aux_loss_enabled = text.output_router_logits = False
-        head = trained.get_output_embeddings()
-        if isinstance(head, TrainableTokensWrapper):  # TRL 1.16 reads the head's bias, which PEFT 0.21's wrapper lacks
-            head.register_parameter("bias", None)
-            # Of a vocabulary that has grown, PEFT would write both matrices with each adapter.
-            trained.save_pretrained = partial(trained.save_pretrained, save_embedding_layers=False)
         if sequence is not None:
             if self.aux_loss_enabled:
                 raise RequestError(
@@ -60,7 +53,6 @@ class RecipeTrainer(SampledBatches, CompleteCheckpoints, SFTTrainer):
                     problem_id="sequence-group-model",
                 )
             self.data_collator = sequence.collator(self.data_collator)
-        correct_offloading(self)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -85,26 +77,13 @@ class RecipeTrainer(SampledBatches, CompleteCheckpoints, SFTTrainer):
             loss = loss + self.router_aux_loss_coef * router_loss / self.current_gradient_accumulation_steps
         return loss
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """The mean validation loss per trained token over all ranks, as `eval_validation_loss`."""
-        assert self.validation_batches is not None
-        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        model: Any = self.model
-        model.eval()
-        with torch.no_grad():
-            for batch in self._loader(self.eval_dataset, self.validation_batches):
-                inputs = self._prepare_inputs(batch)
-                with self.compute_loss_context_manager():
-                    outputs = self.model_wrapped(**inputs, use_cache=False, fused_lm_head=True)
-                totals += torch.stack([-outputs.log_probs.sum(), outputs.label_mask.sum()]).double()
-        negative_log_likelihood, num_tokens = self.accelerator.reduce(totals, reduction="sum").tolist()
-        metrics = {
-            f"{metric_key_prefix}_validation_loss": negative_log_likelihood / num_tokens,
-            f"{metric_key_prefix}_validation_tokens": num_tokens,
-        }
-        self.log(dict(metrics))
-        model.train()
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+    def validation_sums(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """The negative log-likelihood of this batch's trained tokens, and their number."""
+        with self.compute_loss_context_manager():
+            outputs = self.model_wrapped(**inputs, use_cache=False, fused_lm_head=True)
+        return torch.stack([-outputs.log_probs.sum(), outputs.label_mask.sum()])
+
+    def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """The mean validation loss per trained token, as `validation_loss`."""
+        negative_log_likelihood, num_tokens = sums
+        return {"validation_loss": negative_log_likelihood / num_tokens, "validation_tokens": num_tokens}

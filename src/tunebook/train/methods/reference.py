@@ -1,0 +1,120 @@
+"""The reference's log-probabilities of a full fine-tune, computed once before the first step and kept with the data.
+
+The model as all ranks hold it computes them, so that any strategy works and no second model is needed. They are of the
+pairs that the run trains and validates on, in a file of the prepared data for these weights and this precision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tunebook.checkpoint.collectives import on_first_rank
+from tunebook.data.prepared import PreparedPart
+from tunebook.data.sampler import Row
+from tunebook.errors import RequestError, counted
+from tunebook.files import sha256_text
+from tunebook.parallel.deepspeed import forget_parameter_order
+
+_NUM_NAME_DIGITS = 16
+
+
+def reference_log_probabilities(trainer: Any, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a batch's chosen and rejected sides, by TRL, with an adapter switched off. Shapes: twice (P,)."""
+    forget_parameter_order(trainer.model_wrapped)  # passes with and without adapters take turns
+    chosen, rejected = trainer.compute_ref_log_probs(model, inputs)
+    forget_parameter_order(trainer.model_wrapped)
+    return chosen, rejected
+
+
+class ReferencePass(TrainerCallback):
+    """Finds or computes the reference's log-probabilities when the training begins."""
+
+    def __init__(self, trainer: Any, parts: dict[str, PreparedPart]) -> None:
+        self.trainer = trainer
+        self.parts = parts
+        self.tables: dict[str, torch.Tensor] = {}  # by part: of each pair, chosen and rejected; NaN: not computed
+
+    def of(self, pairs: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-probabilities of some pairs' sides. Shapes: (P,) -> twice (P,)."""
+        table = self.tables[part]
+        found = torch.where(pairs[:, None] >= 0, table[pairs.clamp(min=0).to(table.device)].to(pairs.device), 0.0)
+        return found[:, 0], found[:, 1]
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raises: RequestError if a resumed run does not find them: its model is trained already."""
+        trainer = self.trainer
+        needed = {"train": np.unique(np.concatenate([*trainer.train_batches.steps()]))}
+        if trainer.validation_batches is not None:
+            needed["validation"] = np.arange(len(trainer.eval_dataset))
+        for name, pairs in needed.items():
+            file = self.parts[name].folder / f"reference-{self._key()}.npy"
+            known: np.ndarray | None = on_first_rank(partial(_read, file))
+            lengths = self.parts[name].load_lengths()
+            table = np.full((len(lengths), 2), np.nan, dtype=np.float32) if known is None else known
+            missing = pairs[np.isnan(table[pairs, 0])]
+            if len(missing) and state.global_step:
+                raise RequestError(
+                    f"{file} is gone or is of fewer pairs, and the model that would compute the reference's "
+                    "log-probabilities is trained already; to start again: training.resume=never",
+                    problem_id="reference-missing",
+                )
+            if len(missing):
+                if state.is_world_process_zero:
+                    what = counted(len(missing), f"{name} pair")
+                    print(f"the untrained model computes the log-probabilities of {what}, once", flush=True)
+                longest_first = missing[np.argsort(-lengths[missing], kind="stable")]
+                dataset = trainer.train_dataset if name == "train" else trainer.eval_dataset
+                computed = self._compute(dataset, longest_first, len(lengths))
+                table[missing] = computed[missing]
+                on_first_rank(partial(_write, file, table))
+            self.tables[name] = torch.from_numpy(table)
+
+    def _key(self) -> str:
+        """The hash of everything but the data that the log-probabilities depend on."""
+        identity = self.trainer.saver.identity
+        precision = {name: identity.settings["precision"].get(name) for name in ("compute", "master_weights")}
+        seed = identity.settings["training"]["seed"] if identity.model["weights"] == "random" else None
+        return sha256_text(json.dumps([identity.model, precision, seed], sort_keys=True))[:_NUM_NAME_DIGITS]
+
+    def _compute(self, dataset: Any, pairs: np.ndarray, num_pairs: int) -> np.ndarray:
+        """The table of some pairs, each computed by one rank; zero for others."""
+        trainer = self.trainer
+        table = torch.zeros(num_pairs, 2, dtype=torch.float64, device=trainer.args.device)
+        trainer.model.eval()
+        for batch in trainer._loader(dataset, self._batches(pairs)):
+            inputs = trainer._prepare_inputs(batch)
+            own = inputs.pop("pairs")
+            with trainer.compute_loss_context_manager():
+                sides = torch.stack(reference_log_probabilities(trainer, trainer.model_wrapped, inputs), dim=1)
+            table[own[own >= 0]] = sides[own >= 0].double()
+        trainer.model.train()
+        return np.asarray(trainer.accelerator.reduce(table, reduction="sum").float().cpu())
+
+    def _batches(self, pairs: np.ndarray) -> Iterator[list[Row]]:
+        """This rank's micro-batches; every rank has equally many."""
+        own = self.trainer.train_batches
+        size, per_pass = own.micro_batch_size, own.micro_batch_size * own.world_size
+        rows: list[Row] = [[int(pair)] for pair in pairs]
+        rows += [[]] * (-len(rows) % per_pass)
+        for first in range(own.rank * size, len(rows), per_pass):
+            yield rows[first : first + size]
+
+
+def _read(file: Path) -> np.ndarray | None:
+    return np.asarray(np.load(file)) if file.is_file() else None
+
+
+def _write(file: Path, table: np.ndarray) -> None:
+    unfinished = file.with_suffix(".unfinished.npy")
+    np.save(unfinished, table)
+    unfinished.rename(file)

@@ -1,0 +1,227 @@
+"""Preference training: TRL's losses, one loss however a step is cut, the reference that is kept, and the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.utils.data import SequentialSampler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer
+
+from tunebook.config.choices import DpoLoss, PackingMode, PeftMethod, Weights
+from tunebook.config.schema import DpoConfig, PackingConfig, PeftSettings
+from tunebook.data.sampler import epoch_order
+from tunebook.train.methods.dpo import losses_of
+from tunebook.train.methods.pairs import PairCollator
+
+from .conftest import base_config, losses, outcome
+
+NUM_PAIRS, A_STEP, NUM_STEPS = 20, 8, 20
+MEANS = ("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability", "reference_accuracy")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Twenty pairs of texts."""
+    draw = random.Random(0)
+    words = ["red", "blue", "green", "one", "two", "three", "cat", "dog", "sun", "moon"]
+    made = []
+    for _ in range(NUM_PAIRS):
+        asked = draw.choices(words, k=draw.randint(2, 6))
+        worse = draw.choices(words, k=draw.randint(1, 8))
+        made.append(
+            {
+                "prompt": " ".join(asked) + ":",
+                "chosen": " " + " ".join(sorted(asked)),
+                "rejected": " " + " ".join(worse),
+            }
+        )
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in made))
+    return file, made
+
+
+@pytest.fixture(scope="module")
+def weights_folder(tmp_path_factory, tiny_model):
+    """The tiny model with weights on disk, larger than those drawn at random: its answers differ."""
+    folder = tmp_path_factory.mktemp("weights") / "tiny"
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model), dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def dpo(weights_folder, pairs, changed):
+    """A run over the pairs, with settings of the method and of other groups."""
+
+    def config(settings=None, **groups):
+        base = base_config(weights_folder, pairs[0])
+        base = replace(base, method=DpoConfig(name="dpo", **(settings or {})))
+        base = replace(base, packing=PackingConfig(mode=PackingMode.padded))
+        base = changed(base, model={"weights": Weights.pretrained}, optimizer={"learning_rate": 1e-3})
+        base = changed(base, training={"max_steps": NUM_STEPS, "save_every_steps": None, "num_epochs": 9})
+        return changed(base, **groups)
+
+    return config
+
+
+class InOrder(DPOTrainer):
+    """TRL's trainer over its data set in the order that it has."""
+
+    def _get_train_sampler(self, *args):
+        return SequentialSampler(self.train_dataset)
+
+
+def losses_of_trl(folder, weights_folder, made, peft=None, **settings):
+    """The losses of TRL's own trainer on the same pairs in the same order."""
+    order = [pair for epoch in range(NUM_STEPS) for pair in epoch_order(len(made), 1, epoch).tolist()]
+    logged = []
+    arguments = DPOConfig(
+        output_dir=str(folder), max_steps=NUM_STEPS, per_device_train_batch_size=A_STEP, learning_rate=1e-3, seed=1,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, bf16=False, logging_steps=1, save_strategy="no",
+        max_length=256, disable_tqdm=True, activation_checkpointing=False, remove_unused_columns=False,
+        model_init_kwargs={"dtype": "float32"}, **settings,
+    )  # fmt: skip
+    trainer = InOrder(
+        model=str(weights_folder), args=arguments, peft_config=peft,
+        train_dataset=Dataset.from_list([made[pair] for pair in order]),
+        processing_class=AutoTokenizer.from_pretrained(weights_folder),
+    )  # fmt: skip
+    log = trainer.log
+    trainer.log = lambda logs, *args: (logged.append(logs.get("loss")), log(logs, *args))
+    trainer.train()
+    return [loss for loss in logged if loss is not None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs", "is_full"),
+    [
+        ({}, {"loss_type": ["sigmoid"]}, True),
+        ({"beta": 0.3}, {"loss_type": ["sigmoid"], "beta": 0.3}, False),
+        ({"loss_type": DpoLoss.ipo, "rpo_alpha": 0.5}, {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}, True),
+    ],
+    ids=["sigmoid-full", "sigmoid-lora", "ipo-with-sft-full"],
+)
+def test_losses_are_those_of_trl(run, dpo, pairs, weights_folder, tmp_path, settings, theirs, is_full):
+    # A number of pairs that divides evenly: TRL's trainer has no shorter last step of an epoch.
+    made = pairs[1][:16]
+    targets = ["q_proj", "v_proj"]
+    peft = PeftSettings() if is_full else PeftSettings(method=PeftMethod.lora, dropout=0.0, target_modules=targets)
+    _, code, lines = run(replace(dpo(settings, dataset={"max_documents": len(made)}), peft=peft))
+    assert code == 0
+    adapter = None if is_full else LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+    expected = losses_of_trl(tmp_path / "trl", weights_folder, made, adapter, **theirs)
+    assert len(expected) == NUM_STEPS
+    assert losses(lines) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_step_does_not_depend_on_the_number_of_passes(run, dpo):
+    """The last step of an epoch has four pairs: of four passes, two have none."""
+    settings = {"rpo_alpha": 0.7, "label_smoothing": 0.1}
+    held_out = {"max_steps": 6, "micro_batch_size": 8}
+    whole, cut = (
+        run(dpo(settings, training=held_out | {"micro_batch_size": size}), f"by-{size}")[2] for size in (8, 2)
+    )
+    for key in ("loss", "grad_norm", *MEANS):
+        assert [line[key] for line in cut] == pytest.approx([line[key] for line in whole], rel=2e-6, abs=1e-6)
+    assert whole[0]["reward_margin"] == pytest.approx(0, abs=1e-5)  # the model is the reference
+    assert whole[0]["loss"] != pytest.approx(math.log(2))  # with the SFT term
+    assert whole[-1]["reward_margin"] > 0
+
+
+def test_smoothed_sigmoid_is_a_sum_of_losses_of_trl():
+    names, weights = losses_of(DpoConfig(label_smoothing=0.2, rpo_alpha=0.5))
+    assert names == ["sigmoid", "robust", "sft"]
+    delta, smoothing = torch.tensor([-2.0, 0.3, 4.0]), 0.2
+    right, wrong = (-torch.nn.functional.logsigmoid(sign * delta) for sign in (1, -1))
+    robust = ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    assert torch.allclose(weights[0] * right + weights[1] * robust, (1 - smoothing) * right + smoothing * wrong)
+
+
+def test_full_fine_tune_keeps_the_reference_and_resumes_to_the_digit(run, dpo, stopped, capsys):
+    training = {"max_steps": 6, "micro_batch_size": 4, "save_every_steps": 2}
+    config = dpo(dataset={"max_documents": 19}, training=training)  # no other test's
+    whole = losses(run(config)[2])
+    assert "log-probabilities of 19 train pairs, once" in capsys.readouterr().out
+    folder = stopped(config, 3, "again")
+    assert "once" not in capsys.readouterr().out  # kept with the data
+    resumed = run(replace(config, training=replace(config.training, resume="auto")), folder.name)
+    assert losses(resumed[2]) == whole
+    prepared = json.loads((folder / "prepared.json").read_text())["folder"]
+    (kept,) = (folder / prepared / "train").glob("reference-*.npy")
+    table = np.load(kept)
+    assert table.shape == (19, 2)
+    assert np.isfinite(table).all()
+
+
+def test_resume_without_the_reference_is_refused(run, dpo, stopped):
+    config = dpo(training={"max_steps": 6, "save_every_steps": 2, "seed": 5})
+    folder = stopped(config, 3)
+    prepared = json.loads((folder / "prepared.json").read_text())["folder"]
+    for file in (folder / prepared / "train").glob("reference-*.npy"):
+        file.unlink()
+    _, code, _ = run(config, folder.name)
+    assert code == 2
+    assert "training.resume=never" in outcome(folder)["reason"]
+
+
+def test_validation_counts_every_pair_once(run, dpo):
+    held_out = {"max_steps": 2, "evaluate_every_steps": 1}
+    settings = {"rpo_alpha": 0.5}
+    found = {}
+    for size in (8, 2):
+        config = dpo(settings, dataset={"validation_share": 0.3}, training=held_out | {"micro_batch_size": size})
+        found[size] = [line for line in run(config, f"by-{size}")[2] if "validation_loss" in line]
+    assert len(found[8]) == 2
+    for key in ("validation_loss", *(f"validation_{name}" for name in MEANS)):
+        assert [line[key] for line in found[2]] == pytest.approx([line[key] for line in found[8]], rel=2e-6, abs=1e-6)
+
+
+def test_best_step_and_early_stop_by_reward_accuracy(run, dpo):
+    validated = {"evaluate_every_steps": 1, "save_every_steps": 1, "load_best_at_end": True}
+    by = {"best_metric": "validation_reward_accuracy", "early_stopping_patience": 2}
+    folder, code, lines = run(dpo(dataset={"validation_share": 0.3}, training={"max_steps": 9} | validated | by))
+    assert code == 0
+    found = [line["validation_reward_accuracy"] for line in lines if "validation_loss" in line]
+    best = found.index(max(found))
+    assert outcome(folder)["best_step"] == best + 1
+    assert len(found) == min(9, best + 1 + 2)
+
+
+def test_batch_of_pairs_is_laid_out_as_trl_does():
+    def side(ids, num_prompt):
+        ids = np.array(ids)
+        return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) < num_prompt, -100, ids)}
+
+    none = {"pair": -1, "sides": [side([0, 0], 1)] * 2}
+    rows = [
+        {"pair": 7, "sides": [side([1, 2, 3, 4, 5], 3), side([1, 2, 3, 6], 3)]},
+        none,
+        {"pair": 2, "sides": [side([7, 8, 9], 2), side([7, 8, 10, 11], 2)]},
+    ]
+    batch = PairCollator(pad_token_id=0, multiple=2)(rows)
+    assert batch["pairs"].tolist() == [7, 2]
+    assert batch["input_ids"].tolist() == [
+        [1, 2, 3, 4, 5, 0],
+        [7, 8, 9, 0, 0, 0],
+        [1, 2, 3, 6, 0, 0],
+        [7, 8, 10, 11, 0, 0],
+    ]
+    assert batch["completion_mask"].tolist() == [
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [5, 3, 4, 4]
+    assert PairCollator(pad_token_id=0)([none])["pairs"].tolist() == [-1]
