@@ -31,7 +31,7 @@ from tunebook.plan.memory import estimate_memory
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 FILES = (
-    "h200_memory", "h200_quantised", "h200x2_architectures",  # chosen one by one
+    "h200_memory", "h200_quantised", "h200x2_architectures", "h200_adapters_side_by_side",  # chosen one by one
     "h200x2_held_out", "h100_held_out", "h100x2_held_out",  # drawn by `gpu_draw.py`, and planned before they ran
 )  # fmt: skip
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]  # where a run does not say it
@@ -65,7 +65,7 @@ def recorded_runs(models: Path, files: Iterable[str] = FILES) -> Iterator[Record
     """Every run of the files whose memory was measured. The config.json of their models are written below `models`."""
     for file in files:
         for line in read_lines(RESULTS / f"{file}.jsonl"):
-            if "memory_gib" not in line:
+            if "memory_gib" not in line or "overrides" not in line:  # of a peer
                 continue
             words = [*_H200, *line["overrides"], *line.get("resolved", ()), *model_words(line, models)]
             yield RecordedRun(

