@@ -23,7 +23,7 @@ from peer_trl import write_weights
 from peer_unsloth import MODELS
 
 # Overrides of each run of Tunebook.
-_LEAST = ["activation=stored", "activation.memory_budget=0.2", "activation.offload=true"]
+_LEAST = ["activation=stored", "activation.memory_budget=0.05", "activation.offload=true"]
 OURS: dict[str, list[str]] = {
     "lora": ["peft=lora", "activation=stored", "activation.memory_budget=0.8"],
     "lora_least": ["peft=lora", *_LEAST, "training.max_length=4096", "packing.row_length=4096"],
@@ -33,7 +33,7 @@ OURS: dict[str, list[str]] = {
     "lora_fp8": ["peft=lora", "precision=fp8", "activation=stored", "activation.memory_budget=0.6"],
 }
 # Names of `OURS`, and modes of `peer_unsloth.py`.
-ORDER = ["lora", "unsloth_stored", "lora_least", "unsloth_checkpointing", "qlora_least", "unsloth_4bit", "lora_fp8",
+ORDER = ["qlora_least", "unsloth_4bit", "lora_least", "unsloth_checkpointing", "lora", "unsloth_stored", "lora_fp8",
          "qlora", "lora_least_8192"]  # fmt: skip
 _SHARED = [
     "hardware=hopper", "hardware.gpus_per_node=1", "launcher=local", "evaluation=none",

@@ -141,6 +141,7 @@ class EarlyStart:
         process = self._process
         if process is None:
             return None
+        # Libraries that this process has imported meanwhile may have set more variables.
         if command[:-1] != self._command or not self._environment.items() <= environment.items():
             self.cancel()
             return None

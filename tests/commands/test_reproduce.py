@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import tunebook.commands.reproduce as reproducing
-from tunebook.commands.reproduce import differences_here, reproduce_command
+from tunebook.commands.reproduce import differences_here, find_original, reproduce_command
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError, StoppedError
 from tunebook.evidence.compare import claim_of_run
@@ -79,6 +79,12 @@ def test_a_dry_run_tells_what_it_would_run(
         (tmp_path / "file.json").write_text(content)
         with pytest.raises(DataError):
             reproduce(tmp_path / "file.json", new, dry_run=True)
+
+
+def test_the_parent_of_a_run_is_the_recorded_one(make_run: MakeRun, tmp_path: Path) -> None:
+    """The recipe may name another recipe, of which there is a newer run by now."""
+    original = make_run(replaced={"  run: null": "  run: /outputs/parent/first"})
+    assert find_original(str(original), tmp_path).overrides == ["model.run=/outputs/parent/first"]
 
 
 def test_a_job_that_is_not_waited_for_is_not_compared(

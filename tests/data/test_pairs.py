@@ -44,6 +44,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "turns": {"prompt": [user("Hi")], "chosen": [assistant("Yo")], "rejected": [assistant("No")]},
     "turn": {"prompt": [user("Hi")], "chosen": assistant("Yo"), "rejected": assistant("No")},
     "whole": {"chosen": [user("Hi"), assistant("Yo")], "rejected": [user("Hi"), assistant("No")]},
+    "turns-and-whole": {
+        "prompt": [user("Hi")],
+        "chosen": [user("Hi"), assistant("Yo")],
+        "rejected": [user("Hi"), assistant("No")],
+    },
     "ultrafeedback": {
         "prompt": "Hi",
         "chosen": [user("Hi"), assistant("Yo")],
@@ -110,7 +115,9 @@ def test_tools_and_system_prompts_are_of_both_sides() -> None:
         ({**FORMS["turns"], "chosen": [assistant("")]}, "'chosen': .* is empty"),
         ({"chosen": [user("Hi"), assistant("Yo")], "rejected": [user("Ho"), assistant("No")]}, "there is no prompt"),
         ({**FORMS["whole"], "prompt": "Ho"}, "'prompt' is a text, and no turn"),
-        ({**FORMS["turns"], "rejected": [user("No")]}, "'rejected' has no turn of the assistant"),
+        ({**FORMS["whole"], "rejected": [user("Hi")]}, "'rejected' has no turn of the assistant"),
+        ({**FORMS["turns"], "rejected": FORMS["whole"]["rejected"]}, "'rejected' begins with a turn of the user"),
+        ({**FORMS["whole"], "prompt": [user("Ho")]}, "'chosen' begins with a turn of the user"),
         ({**TEXTS, "tools": [{"name": "f"}]}, "'tools' goes with turns"),
         ({"prompt": "a", "chosen": "b"}, "its format is not known"),
     ],
@@ -173,6 +180,21 @@ def test_sides_are_cut_and_dropped_with_a_reason(prepare_pairs: Callable[..., Pr
     with pytest.raises(DataError) as caught:
         prepare_pairs(records, max_length=8, overlong=Overlong.refuse)
     assert caught.value.problem_id == "document-too-long"
+
+
+def test_answers_that_the_template_makes_equal_are_dropped(
+    run_config: Callable[..., schema.RunConfig], tmp_path: Path
+) -> None:
+    config, template = run_config([]), tmp_path / "trim.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{{ message.content | trim }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    records = [FORMS["turns"], {**FORMS["turns"], "rejected": [assistant("Yo ")]}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = replace(config.model, chat_template=str(template))
+    counts = prepare(replace(config, model=model, method=schema.DpoConfig(name="dpo"))).train.counts
+    assert (counts.num_read, counts.num_documents, dict(counts.dropped)) == (2, 1, {EQUAL: 1})
 
 
 def test_bad_pairs_are_named_by_line_or_left_out(prepare_pairs: Callable[..., Prepared]) -> None:

@@ -143,6 +143,14 @@ def test_the_newest_unfinished_run_is_named_with_what_differs(config, make_run):
     ]
 
 
+def test_a_run_from_an_earlier_parent_is_resumed_by_naming_that(config, make_run):
+    first, second = ({"model__run": f"/parent/{name}", "model__path": f"/parent/{name}/model"} for name in "12")
+    folder, said = make_run(changed(config, **first)), []
+    assert unfinished_run(changed(config, **second), said.append) is None
+    assert said[0].endswith(f"to resume it: model.run=/parent/1 training.resume={folder}")
+    assert unfinished_run(changed(config, **first)) == folder
+
+
 def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(config, tmp_path, make_run):
     check_run_folder(config, tmp_path / "new")
     (tmp_path / "empty").mkdir()

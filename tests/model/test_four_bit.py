@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 
 from tunebook.model.four_bit import FourBitLinear, replace_four_bit
 
@@ -70,8 +71,21 @@ def test_products_gradients_and_the_compiled_layer_are_those_of_the_weight() -> 
     assert [name for name, each in layer.named_parameters() if each.requires_grad] == ["bias"]
 
 
-@pytest.mark.parametrize(("quant_type", "replaced"), [("nf4", 1), ("fp4", 0)])
-def test_layers_of_other_formats_stay_bitsandbytes(quant_type: str, replaced: int) -> None:
-    block = torch.nn.ModuleDict({"proj": torch.nn.ModuleDict({"base_layer": Linear4bit(2, 64, quant_type=quant_type)})})
-    assert replace_four_bit([block]) == replaced
-    assert isinstance(block["proj"]["base_layer"], FourBitLinear) == bool(replaced)
+class AdaptedLinear4bit(torch.nn.Module, LoraLayer):
+    """PEFT's layer with adapters, which has the name of the layer that it contains."""
+
+    def __init__(self, base_layer: Linear4bit) -> None:
+        torch.nn.Module.__init__(self)
+        self.base_layer = base_layer
+
+
+AdaptedLinear4bit.__name__ = "Linear4bit"
+
+
+@pytest.mark.parametrize(("quant_type", "is_replaced"), [("nf4", True), ("fp4", False)])
+def test_layers_of_other_formats_stay_bitsandbytes(quant_type: str, is_replaced: bool) -> None:
+    adapted = AdaptedLinear4bit(Linear4bit(2, 64, quant_type=quant_type))
+    block = torch.nn.ModuleDict({"adapted": adapted, "alone": Linear4bit(2, 64, quant_type=quant_type)})
+    replace_four_bit([block])
+    assert [isinstance(layer, FourBitLinear) for layer in (adapted.base_layer, block["alone"])] == [is_replaced] * 2
+    assert block["adapted"] is adapted

@@ -83,12 +83,28 @@ def test_layers_that_text_does_not_reach_stay_as_they_are(adapted):
     assert all(".layers.0." in name for name in convert_frozen_to_fp8(base, ["model.layers.1"]))
 
 
-def test_sizes_that_fp8_does_not_support_are_refused_before_anything_changes(adapted):
-    base, model = adapted(intermediate_size=72)
+def test_layers_of_sizes_that_fp8_does_not_support_stay(adapted):
+    base, _ = adapted(intermediate_size=72)
+    assert {name.rpartition(".")[2] for name in convert_frozen_to_fp8(base)} & {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    } == set()
+
+
+def test_a_model_without_linear_layers_is_refused():
+    architecture = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64)  # transposed weights
     with pytest.raises(RequestError) as refused:
-        convert_frozen_to_fp8(base)
-    assert refused.value.problem_id == "fp8-sizes"
-    assert count_fp8_layers(model) == 0
+        convert_frozen_to_fp8(AutoModelForCausalLM.from_config(architecture).requires_grad_(False))
+    assert refused.value.problem_id == "fp8-nothing-to-convert"
+
+
+def test_the_last_layer_of_a_mamba_block_stays():
+    """transformers hands its weight to a kernel."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "num_heads": 16, "head_dim": 4,
+             "state_size": 8, "n_groups": 1, "chunk_size": 4}  # fmt: skip
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba2", **sizes)).requires_grad_(False)
+    assert [name.rpartition(".")[2] for name in convert_frozen_to_fp8(base)] == ["in_proj"]
 
 
 @pytest.mark.usefixtures("own_compiler")

@@ -37,6 +37,7 @@ def test_newest_run_of_a_recipe_or_a_run_folder(parent: Path, tmp_path: Path, is
     model = draft.resolution.config.model
     assert (model.name, model.path) == (None, str(parent.resolve() / "model"))
     assert model.weights is Weights.pretrained, "the quickstart's own are random"
+    assert model.run == str(parent.resolve()), "a newer run is not taken when this one is repeated"
 
 
 def test_run_that_is_not_trained_yet_is_planned_and_not_started(tmp_path: Path) -> None:
@@ -47,6 +48,32 @@ def test_run_that_is_not_trained_yet_is_planned_and_not_started(tmp_path: Path) 
     with pytest.raises(RequestError) as caught:
         run_job(draft, Console(quiet=True))
     assert caught.value.problem_id == RUN_NOT_TRAINED
+
+
+@pytest.mark.parametrize("name", ["/tmp/nope", "quikstart", "latest"])
+def test_unknown_run_is_refused(parent: Path, tmp_path: Path, name: str) -> None:
+    error = planned(tmp_path / ("empty" if name == "latest" else ""), f"model.run={name}").error
+    assert error is not None
+    assert error.problem_id == "unknown-run"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("model.weights", ["model.weights=random"]),
+        ("model.path", ["model.name=null", "model.path=/models/mine"]),
+        ("model.name", ["model.name=me/mine", "model.path=null"]),
+    ],
+)
+def test_typed_model_is_not_replaced_by_a_run(parent: Path, tmp_path: Path, key: str, words: list[str]) -> None:
+    draft = planned(tmp_path, "model.run=quickstart", *words)
+    assert ("model-named-by-run", key) in [(each.id, each.key) for each in draft.problems]
+    assert draft.exit_code == 2
+
+
+def test_another_model_for_a_recipe_that_starts_from_a_run() -> None:
+    draft = draft_run("zephyr_7b_dpo", ["model=Qwen/Qwen2.5-0.5B", "hardware=ampere"], [], NO_GPU)
+    assert ("model-named-by-run", "model.run=null") in [(each.id, each.fix) for each in draft.problems]
 
 
 def test_adapter_has_to_be_merged(parent: Path, tmp_path: Path) -> None:

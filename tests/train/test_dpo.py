@@ -6,21 +6,25 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from tunebook.config.choices import DpoLoss, PackingMode, PeftMethod, Weights
+from tunebook.config.choices import DpoLoss, PackingMode, PeftMethod, ResumeAnyway, Weights
 from tunebook.config.schema import DpoConfig, PackingConfig, PeftSettings
 from tunebook.data.sampler import epoch_order
 from tunebook.train.methods.dpo import losses_of
 from tunebook.train.methods.pairs import PairCollator
+from tunebook.train.methods.reference import reference_log_probabilities
 
 from .conftest import base_config, losses, outcome
 
@@ -139,6 +143,26 @@ def test_step_does_not_depend_on_the_number_of_passes(run, dpo):
     assert whole[-1]["reward_margin"] > 0
 
 
+def test_adapters_are_trained_after_a_reference_pass_under_fsdp(one_gloo_rank, weights_folder):
+    """In bf16, with the reference's pass before any other."""
+    base = AutoModelForCausalLM.from_pretrained(weights_folder, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    mesh, policy = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*base.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    ids = torch.arange(8)[None]
+
+    def compute(*_):
+        with torch.no_grad(), model.disable_adapter():
+            logits = model(input_ids=ids, use_cache=False).logits
+        return logits, logits
+
+    reference_log_probabilities(SimpleNamespace(model_wrapped=model, compute_ref_log_probs=compute), model, {})
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if "lora" in name}
+
+
 def test_smoothed_sigmoid_is_a_sum_of_losses_of_trl():
     names, weights = losses_of(DpoConfig(label_smoothing=0.2, rpo_alpha=0.5))
     assert names == ["sigmoid", "robust", "sft"]
@@ -162,6 +186,15 @@ def test_full_fine_tune_keeps_the_reference_and_resumes_to_the_digit(run, dpo, s
     table = np.load(kept)
     assert table.shape == (19, 2)
     assert np.isfinite(table).all()
+
+
+def test_full_fine_tune_resumes_for_more_steps_over_other_pairs(run, dpo):
+    """The first two steps see 16 of 18 pairs."""
+    config = dpo(dataset={"max_documents": 18}, training={"max_steps": 2, "save_every_steps": 2})
+    folder, _, _ = run(config)
+    more = {"max_steps": 6, "resume": str(folder), "resume_anyway": [ResumeAnyway.config]}
+    _, code, lines = run(replace(config, training=replace(config.training, **more)), "more")
+    assert (code, [line["step"] for line in lines if "loss" in line]) == (0, [3, 4, 5, 6])
 
 
 def test_resume_without_the_reference_is_refused(run, dpo, stopped):

@@ -19,7 +19,7 @@ from tunebook.config.book import book_root
 from tunebook.config.frozen import typed_in
 from tunebook.config.identity import comparable_config, flat_differences
 from tunebook.config.launchers import SlurmConfig
-from tunebook.config.override_text import command_words, quoted, shell_command
+from tunebook.config.override_text import command_words, override, quoted, shell_command
 from tunebook.config.schema import RunConfig
 from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, require_same_inputs
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
@@ -68,8 +68,9 @@ def find_original(target: str, outputs: Path) -> Original:
     folder = resolve_run(target, outputs)
     run = read_finished(folder)
     working_folder = typed_in(run.config)
+    parent = [] if run.config.model.run is None else [override("model.run", run.config.model.run)]
     return Original(
-        recipe=run.config.recipe, overrides=training_overrides(run.manifest), claim=claim_of_run(run),
+        recipe=run.config.recipe, overrides=[*training_overrides(run.manifest), *parent], claim=claim_of_run(run),
         typed_in=working_folder if working_folder.is_dir() else Path.cwd(),
         comparison=["tunebook", "diff", str(folder)],
     )  # fmt: skip

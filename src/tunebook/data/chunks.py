@@ -169,9 +169,9 @@ class ChunkEncoder:
     def _fit(self, document: Document, counts: PartCounts) -> list[Document]:
         """The pieces of a document that train something, with what was lost counted."""
         max_length, overlong = self.settings.max_length, self.settings.dataset.overlong
-        is_long = document.longest_side > max_length
         if document.num_chosen:
-            return self._fit_pair(document, counts) if is_long else [document]
+            return self._fit_pair(document, counts)
+        is_long = len(document.input_ids) > max_length
         pieces = fit(document, max_length, overlong)
         kept = [piece for piece in pieces if piece.num_trained]
         if not pieces:
@@ -184,13 +184,14 @@ class ChunkEncoder:
         return kept
 
     def _fit_pair(self, pair: Document, counts: PartCounts) -> list[Document]:
-        """A pair with a side that is too long: both sides cut, or none if the pair is dropped."""
+        """A pair, with sides that are too long cut; none if it is dropped."""
         max_length = self.settings.max_length
-        if self.settings.dataset.overlong is Overlong.drop:
+        is_long = pair.longest_side > max_length
+        if is_long and self.settings.dataset.overlong is Overlong.drop:
             counts.dropped[TOO_LONG] += 1
             return []
         chosen, rejected = (fit(side, max_length, Overlong.cut)[0] for side in pair.sides)
-        counts.num_cut += 1
+        counts.num_cut += is_long
         if not (chosen.num_trained and rejected.num_trained):
             counts.dropped[NOTHING_TRAINED] += 1
             return []

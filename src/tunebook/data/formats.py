@@ -311,11 +311,13 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         return _from_text_pair(record)
     is_whole = isinstance(prompt, str) or (is_empty(prompt) and is_empty(record.get("conversations")))
-    before = _system_turns(record)
+    asked: list[Turn] = []
     for key in ("prompt", "conversations") if not is_whole else ():
         if not is_empty(record.get(key)):
-            before += read_turns(record[key], key, account, is_prompt=True)
-    sides = [before + _read_answer(record, key, account) for key in ("chosen", "rejected")]
+            asked += read_turns(record[key], key, account, is_prompt=True)
+    before = _system_turns(record) + asked
+    given = {key: _read_answer(record, key, account) for key in ("chosen", "rejected")}
+    sides = [before + answer for answer in _without_prompt(asked, given)]
     num_common = num_shared(*sides)
     if num_common == len(sides[0]) == len(sides[1]):
         raise DocumentError("'chosen' and 'rejected' are the same, so neither is better")
@@ -332,6 +334,20 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
         marked = [turn | {"train": False} for turn in turns[:num_prompt]] + turns[num_prompt:]
         rows.append(_conversation(marked, record, settings)[1])
     return CorpusKind.conversation_pair, rows[0] | {"rejected": rows[1]["messages"]}
+
+
+def _without_prompt(prompt: list[Turn], answers: dict[str, list[Turn]]) -> list[list[Turn]]:
+    """The answers, without the prompt if both begin with it. Raises: DocumentError if one repeats some of it."""
+    unmarked = [turn | {"train": False} for turn in prompt]
+    if all([turn | {"train": False} for turn in turns[: len(prompt)]] == unmarked for turns in answers.values()):
+        return [turns[len(prompt) :] for turns in answers.values()]
+    for key, turns in answers.items():
+        if turns and turns[0]["role"] in ("system", "user") and prompt[-1]["role"] == "user":
+            raise DocumentError(
+                f"'{key}' begins with a turn of the {turns[0]['role']}, and the prompt ends with one of the user; "
+                "write the answers alone, or both whole conversations and no prompt"
+            )
+    return [*answers.values()]
 
 
 def _read_answer(record: Record, key: str, account: KeyAccount) -> list[Turn]:

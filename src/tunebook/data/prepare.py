@@ -111,17 +111,21 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     Raises: RequestError for missing data, tokenizer or template, or a cache that cannot be written; DataError for
     documents that cannot be trained on; DoesNotFitError if the disk is full.
     """
+    from tunebook.data.corpus import CorpusKind
+
     _refuse_added_tokens(config)
     root = cache_root() / "prepared"
     folder = root / fingerprint(config)
     report = progress or (lambda done, total, what: None)
     if (folder / PREPARED_FILE).is_file():
-        return _for_method(config, load_prepared(folder))
+        prepared = load_prepared(folder)
+        _require_method(config, CorpusKind(prepared.kind))
+        return prepared
     try:
         report(0, None, "reading documents")
         with _lock(folder):
             if (folder / PREPARED_FILE).is_file():  # another process made it meanwhile
-                return load_prepared(folder)
+                return prepare(config, progress)
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
             try:
@@ -137,13 +141,6 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
             raise no_space("prepared data", root, advice) from error
         raise
     return load_prepared(folder, was_cached=False)
-
-
-def _for_method(config: RunConfig, prepared: Prepared) -> Prepared:
-    from tunebook.data.corpus import CorpusKind
-
-    _require_method(config, CorpusKind(prepared.kind))
-    return prepared
 
 
 def _require_method(config: RunConfig, kind: CorpusKind) -> None:

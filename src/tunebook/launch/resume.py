@@ -63,6 +63,8 @@ def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: 
         if is_unfinished and is_newest and config.training.resume == "auto":
             changes = [f"{key} was {as_typed(before)} and is {as_typed(now)}" for key, before, now in differing]
             resume = typed("training.resume", str(folder))
+            if theirs.model.run is not None and theirs.model.run != config.model.run:
+                resume = f"{typed('model.run', theirs.model.run)} {resume}"
             say(f"not resuming {folder}, which ended early: {first_few(changes, 3)}; to resume it: {resume}")
         is_newest = is_newest and not is_unfinished
     return None

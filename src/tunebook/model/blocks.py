@@ -94,6 +94,12 @@ class _OutsideTheGraph:
             block.gradient_checkpointing = True
 
 
+def text_blocks(model: Any) -> dict[str, Any]:
+    """Every block that processes text by its name in the model, without those of an image tower."""
+    of_text = set(model.get_decoder().modules())
+    return {name: block for name, block in transformer_blocks(model).items() if block in of_text}
+
+
 def transformer_blocks(model: nn.Module) -> dict[str, Any]:
     """Every block by its name in the model; empty if transformers does not declare the blocks' classes."""
     classes = set(getattr(model, "_no_split_modules", None) or ())

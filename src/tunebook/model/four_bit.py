@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional
 
@@ -62,19 +63,18 @@ class FourBitLinear(nn.Module):
         return weights.to(self.dtype).reshape(self.out_features, self.in_features)
 
 
-def replace_four_bit(blocks: Iterable[nn.Module]) -> int:
-    """Replace the layers that bitsandbytes has quantized by NF4 with 8-bit scales; returns their number."""
+def replace_four_bit(blocks: Iterable[nn.Module]) -> None:
+    """Replace the layers that bitsandbytes has quantized by NF4 with 8-bit scales."""
     places: list[tuple[nn.Module, str, Any]] = [
         (parent, name, layer)
         for block in blocks
         for parent in block.modules()
         for name, layer in parent.named_children()
-        if type(layer).__name__ == "Linear4bit"
+        if type(layer).__name__ == "Linear4bit" and not isinstance(layer, LoraLayer)  # PEFT's has the same name
     ]
     places = [place for place in places if _is_nested_nf4(place[2].weight.quant_state)]
     for parent, name, layer in places:
         setattr(parent, name, FourBitLinear(layer))
-    return len(places)
 
 
 def _is_nested_nf4(state: Any) -> bool:

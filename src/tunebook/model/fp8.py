@@ -72,27 +72,38 @@ def convert_to_fp8(model: nn.Module, scaling: Fp8Scaling, *, emulate: bool = Fal
 
 
 def convert_frozen_to_fp8(model: nn.Module, unreached: Collection[str] = ()) -> list[str]:
-    """Make all frozen linear layers of the blocks multiply in fp8, in place and one at a time; their names.
+    """Make the frozen linear layers of the blocks multiply in fp8, in place and one at a time; their names.
 
-    `unreached`: modules that text does not reach. Raises: RequestError for sizes that fp8 products do not support.
+    Not those whose sizes fp8 products do not support, such as the gate of a shared expert, nor the last layer of a
+    Mamba block, whose weight transformers hands to a kernel. `unreached`: modules that text does not reach.
+    Raises: RequestError if no layer is left.
     """
     names = [
         f"{block}.{name}"
         for block, module in transformer_blocks(model).items()
         for name, layer in module.named_modules()
-        if type(layer) is nn.Linear and not layer.weight.requires_grad and not is_in_modules(unreached, block)
+        if type(layer) is nn.Linear
+        and not layer.weight.requires_grad
+        and not is_in_modules(unreached, block)
+        and not layer.in_features % ALIGNMENT
+        and not layer.out_features % ALIGNMENT
+        and not _is_read_by_a_kernel(module, name)
     ]
-    for name in names:
-        layer: Any = model.get_submodule(name)
-        if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
-            raise RequestError(
-                f"precision.compute=fp8: {name.removesuffix('.base_layer')} has {layer.in_features} inputs and "
-                f"{layer.out_features} outputs, and fp8 products need multiples of {ALIGNMENT}; try precision=bf16",
-                problem_id="fp8-sizes",
-            )
+    if not names:
+        raise RequestError(
+            f"precision.compute=fp8: {type(model).__name__} has no frozen linear layer with sizes that are "
+            f"multiples of {ALIGNMENT}; try precision=bf16",
+            problem_id="fp8-nothing-to-convert",
+        )
     for name in names:  # the names alone, so that each bf16 weight is freed before the next one is converted
         model.set_submodule(name, FrozenFp8Linear(model.get_submodule(name)))
     return names
+
+
+def _is_read_by_a_kernel(block: nn.Module, name: str) -> bool:
+    """Whether a layer is the output projection of a state-space layer (Mamba)."""
+    parent, _, last = name.removesuffix(".base_layer").rpartition(".")
+    return last == "out_proj" and hasattr(block.get_submodule(parent), "A_log")
 
 
 class FrozenFp8Linear(nn.Module):

@@ -33,20 +33,23 @@ class Copies:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def to_host(self, tensors: list[torch.Tensor]) -> tuple[list[Any], Any]:
-        """Copies of tensors, and the event after which they are complete."""
+        """Copies of tensors with their strides, on which compiled blocks rely, and the event that completes them."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-        return copies, self._stream.record_event()
+        strides = [tensor.stride() for tensor in tensors]  # a copy of a part of a tensor has others
+        return list(zip(copies, strides, strict=True)), self._stream.record_event()
 
     def to_gpu(self, copies: list[Any]) -> tuple[list[torch.Tensor], Any]:
-        """The tensors of copies, and the event after which they are complete."""
-        tensors = [torch.empty_like(copy, device=self._device) for copy in copies]
+        """The tensors of copies, and the event that completes them."""
+        tensors = [
+            torch.empty_strided(copy.shape, stride, dtype=copy.dtype, device=self._device) for copy, stride in copies
+        ]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for tensor, copy in zip(tensors, copies, strict=True):
+            for tensor, (copy, _) in zip(tensors, copies, strict=True):
                 tensor.copy_(copy, non_blocking=True)
         return tensors, self._stream.record_event()
 
@@ -57,21 +60,21 @@ class Copies:
 
 def offload_activations(blocks: Iterable[nn.Module], copies: Any) -> None:
     """Offload the activations of all blocks of a model, which run in this order. `copies`: a `Copies`, or like it."""
-    offloading = _Offloading(copies)
-    for number, block in enumerate(blocks):
+    offloading, blocks = _Offloading(copies), list(blocks)
+    for block in blocks:
         forward = vars(block).get("forward") or MethodType(block_forward, block)
-        block.forward = partial(offloading.run, block, forward, number == 0)
+        block.forward = partial(offloading.run, block, forward, block is blocks[0], block is blocks[-1])
 
 
 class _Offloading:
-    """Runs the blocks. Only the last pass is kept in mind: two may be under way, and each has its own tensors."""
+    """Runs the blocks. Several forward passes may precede their backward passes: each has tensors of its own."""
 
     def __init__(self, copies: Any) -> None:
         self._copies = copies
         self._last: _Kept | None = None
 
-    def run(self, block: nn.Module, forward: Any, is_first: bool, *args: Any, **kwargs: Any) -> Any:
-        """A block's forward pass."""
+    def run(self, block: nn.Module, forward: Any, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        """A block's forward pass. The tensors of the last block stay: its backward pass comes next."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before = None if is_first else self._last
@@ -84,7 +87,8 @@ class _Offloading:
             output = forward(*args, **kwargs)
         if before is not None:
             before.release()
-        kept.send()
+        if not is_last:
+            kept.send()
         return output
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tunebook.errors import RequestError
-from tunebook.model.blocks import transformer_blocks
+from tunebook.model.blocks import text_blocks
 from tunebook.model.parameters import MLP_INPUT_LAYERS, MLP_OUTPUT_LAYERS
 
 
@@ -29,9 +29,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int) -> int:
 
     Raises: RequestError if a block has none, such as one that sends tokens to experts.
     """
-    decoder: Any = model
-    of_text = set(decoder.get_decoder().modules())  # without an image tower
-    blocks = {name: block for name, block in transformer_blocks(model).items() if block in of_text}
+    blocks = text_blocks(model)
     by_block = {name: list(mlps_of(block)) for name, block in blocks.items()}
     if without := [name for name, mlps in by_block.items() if not mlps] or ([] if blocks else [type(model).__name__]):
         raise RequestError(

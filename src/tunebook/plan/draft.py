@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.book import book_root
+from tunebook.config.book import book_root, find_recipes
 from tunebook.config.choices import Weights
 from tunebook.config.compose import Composition, compose, place_of
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.identity import default_of, flat, plain
-from tunebook.config.schema import HardwareConfig, RunConfig
+from tunebook.config.schema import HardwareConfig, ModelConfig, RunConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError, TunebookError
@@ -117,12 +117,13 @@ def draft_run(
     draft.recipe = composition.config.recipe
     draft.machine = machine = machine or detect_machine()
     draft.missing_data = missing_files(composition.config.dataset)
-    missing_run = _start_from_run(composition.config)
     try:
+        parent_problems = _start_from_run(draft, composition.config)
         is_default = composition.set_by("training.max_length") is None
         draft.resolution = resolve_auto(composition.config, machine, is_default_length=is_default)
         config = draft.resolution.config
-        draft.problems = [*check(config, composition.set_by), *missing_run]
+        found = [*check(config, composition.set_by), *located(parent_problems, composition.set_by)]
+        draft.problems = sorted(found, key=lambda problem: not problem.is_error)
         if not any(problem.is_error for problem in draft.problems):
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
@@ -135,28 +136,54 @@ def draft_run(
     return draft
 
 
-def _start_from_run(config: RunConfig) -> list[Problem]:
+def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:
     """Make the trained model of `model.run` the base model; if there is none yet, what to do first.
 
-    It can be planned before it is there: by the other keys of the model.
+    A recipe's run can be planned before it is there: by the other keys of the model.
+    Raises: RequestError for an unknown run that is no recipe.
     """
-    if config.model.run is None:
+    model, name = config.model, config.model.run
+    if name is None:
         return []
-    fix = f"train it first: tunebook train {config.model.run}"
+    if replaced := _replaced_by_run(draft, model):
+        return replaced
+    is_recipe = name in find_recipes(draft.recipes_dirs)
+    fix = f"train it first: tunebook train {name}" if is_recipe else "model.run=RUN, a run that has finished training"
     try:
-        folder = resolve_run(config.model.run, Path(config.outputs)) / "model"
+        run = resolve_run(name, Path(config.outputs))
     except RequestError as error:
-        folder, message = None, error.message.partition(". ")[0]
-    if folder is not None and (folder / "config.json").is_file():
-        config.model.name, config.model.path, config.model.revision = None, str(folder), None
-        config.model.facts, config.model.weights = None, Weights.pretrained  # its config.json has the facts
+        if not is_recipe:
+            raise RequestError(f"model.run={name}: {error.message}", problem_id=error.problem_id) from error
+        return [Problem(id=RUN_NOT_TRAINED, key="model.run", message=error.message, fix=fix, is_error=False)]
+    if (run / "model" / "config.json").is_file():
+        model.run = str(run)  # a newer run of the recipe must not replace it when this one is repeated
+        model.name, model.path, model.revision = None, str(run / "model"), None
+        model.facts, model.weights = None, Weights.pretrained  # its config.json has the facts
         return []
-    if folder is not None and (folder / "adapter_config.json").is_file():
-        message = f"{folder} is an adapter alone"
-        fix = f"tunebook export {folder.parent} --merge, then model.run=null model.name=null model.path=FOLDER"
-    elif folder is not None:
-        message = f"{folder.parent} has no trained model yet"
+    message = f"{run} has no trained model yet"
+    if (run / "model" / "adapter_config.json").is_file():
+        message = f"{run / 'model'} is an adapter alone"
+        fix = f"tunebook export {run} --merge, then model.run=null model.name=null model.path=FOLDER"
     return [Problem(id=RUN_NOT_TRAINED, key="model.run", message=message, fix=fix, is_error=False)]
+
+
+def _replaced_by_run(draft: Draft, model: ModelConfig) -> list[Problem]:
+    """What the user has typed and `model.run` would replace."""
+    typed = {word.partition("=")[0] for word in draft.overrides}
+    values = {
+        "model": "model.run" not in typed,  # else it is what the run is planned by before the other one is there
+        "model.name": model.name,
+        "model.path": model.path,
+        "model.revision": model.revision,
+        "model.weights": model.weights is not Weights.pretrained,
+    }
+    fix = "model.run=null model.name=null" if model.path and model.name else "model.run=null"
+    message = f"model.run={model.run} names the model, with its weights"
+    return [
+        Problem(id="model-named-by-run", key=key, message=message, fix=fix)
+        for key, value in values.items()
+        if value and key in typed
+    ]
 
 
 def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None = None) -> TimePlan:

@@ -191,7 +191,7 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
     config_file = resolve_path(model.path) / "config.json" if model.path else None
     return {
         "name": model.name or shorten_paths(model.path or ""),
-        **({"run": model.run} if model.run is not None else {}),
+        **({"run": shorten_paths(model.run)} if model.run is not None else {}),
         "revision": model.revision,
         "config_sha256": sha256_file(config_file) if config_file and config_file.is_file() else None,
         "weights": model.weights.name,

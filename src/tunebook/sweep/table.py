@@ -47,11 +47,11 @@ class TrialResult:
     is_higher_better: bool  # of the evaluation score
     tokens_per_second_per_gpu: float | None  # median over the logged steps after warm-up
     was_pruned: bool = False
-    of_method: dict[str, float | None] = field(default_factory=dict)  # its metrics of the validation of the saved model
+    method_metrics: dict[str, float | None] = field(default_factory=dict)  # validation of the saved model
 
     def value(self, metric: str) -> float | None:
         """One of `METRICS`; None if it was not measured."""
-        found: float | None = self.of_method.get(metric) if metric in VALIDATION_METRICS else getattr(self, metric)
+        found: float | None = self.method_metrics.get(metric) if metric in VALIDATION_METRICS else getattr(self, metric)
         return found
 
 
@@ -90,7 +90,9 @@ def read_result(
         seconds=seconds,
         final_loss=training[-1].get("loss") if training else None,
         validation_loss=validation[-1]["validation_loss"] if validation else None,
-        of_method={name: validation[-1][name] for name in VALIDATION_METRICS if validation and name in validation[-1]},
+        method_metrics={
+            name: validation[-1][name] for name in VALIDATION_METRICS if validation and name in validation[-1]
+        },
         evaluation_score=score,
         is_higher_better=is_higher_better,
         tokens_per_second_per_gpu=median_after_warm_up(speeds),
@@ -153,8 +155,8 @@ def write_csv(rows: list[Row], metric: str, fixed: list[str], folder: Path) -> N
     """Write one line per trial, best first: rank, a column for each override (swept ones first), all measurements."""
     columns = ["rank", *rows[0].values, *(word.partition("=")[0] for word in fixed)]
     results = [row.result for row in rows if row.result is not None]
-    of_method = [name for name in VALIDATION_METRICS if any(result.value(name) is not None for result in results)]
-    measurements = [*(name for name in METRICS if name not in VALIDATION_METRICS), *of_method]
+    method_metrics = [name for name in VALIDATION_METRICS if any(result.value(name) is not None for result in results)]
+    measurements = [*(name for name in METRICS if name not in VALIDATION_METRICS), *method_metrics]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")  # None is an empty cell
     writer.writerow([*columns, "exit_code", "how_it_ended", *measurements, "run_folder"])

@@ -31,7 +31,7 @@ from tunebook.model.adapters import (
     require_known_names,
     trains_in_fp32,
 )
-from tunebook.model.blocks import compile_layers, transformer_blocks
+from tunebook.model.blocks import compile_layers, text_blocks, transformer_blocks
 from tunebook.model.four_bit import replace_four_bit
 from tunebook.model.fp8 import convert_frozen_to_fp8, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
@@ -139,7 +139,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTra
             replace_four_bit(transformer_blocks(model).values())
         compile_layers(model, memory_budget=config.activation.memory_budget)
     if config.activation.offload:
-        offload_activations(transformer_blocks(model).values(), Copies(trainer.args.device))
+        offload_activations(text_blocks(model).values(), Copies(trainer.args.device))
     require_known_names(config, trainer.model)
     if trains_in_fp32(config):
         keep_in_fp32(trainer.model)

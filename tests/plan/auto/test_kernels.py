@@ -92,6 +92,7 @@ NOT_COMPILED = {
     "dora": {"peft.method": PeftMethod.lora, "peft.use_dora": True},
     "shared_rows": {"parallelism": parallel(Strategy.ddp, sequence_group_size=2)},
     "divided_qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.fsdp)},
+    "qlora_cast_by_deepspeed": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.zero2)},
 }
 
 

@@ -69,6 +69,7 @@ def mixture(**parts: MixturePart) -> dict[str, Any]:
 
 
 SAMPLES, TOKENS = "training.global_samples", "training.global_tokens"
+METRIC = "training.best_metric"
 EVALUATE, SAVE = "training.evaluate_every_steps", "training.save_every_steps"
 COMPUTE, KERNEL, CHECKPOINTING = "precision.compute", "attention.implementation", "activation.checkpointing"
 BUDGET = "activation.memory_budget"
@@ -151,11 +152,12 @@ CASES = [
     # method
     Case("method-settings-mismatch", "method.name", {"method": MethodConfig(name="dpo")}, dpo()),
     Case("method-takes-padded-rows", "packing.mode", {"packing.mode": PackingMode.isolated}, dpo()),
+    Case("method-without-sequence-groups", GROUP, {GROUP: 2}, {**DDP, **dpo()}),
     Case("method-without-one-pass-head", "model.one_pass_head", {"model.one_pass_head": True}, dpo()),
     Case("method-without-dropout", "peft.dropout", {"peft.dropout": 0.05}, dpo()),
     Case("pairs-settings", "dataset.train_on", {"dataset.train_on": TrainOn.everything}, dpo()),
     Case("pairs-settings", "dataset.overlong", {"dataset.overlong": Overlong.split}, dpo()),
-    Case("best-metric-unknown", "training.best_metric", {"training.best_metric": "validation_reward_accuracy"}),
+    Case("best-metric-unknown", METRIC, {METRIC: "validation_reward_accuracy"}, PATIENT | VALIDATED | {EVALUATE: 100}),
     Case("dpo-label-smoothing", "method.label_smoothing", dpo(label_smoothing=0.1, loss_type=DpoLoss.ipo)),
     Case("dpo-label-smoothing", "method.label_smoothing", dpo(loss_type=DpoLoss.exo_pair)),
     # batch
@@ -195,6 +197,8 @@ CASES = [
     Case("compiled-layers-not-possible", "model.compile_layers", {"model.compile_layers": True}),
     Case("compiled-layers-not-possible", "model.compile_layers", {"model.compile_layers": True}, BY_DOCUMENT),
     Case("compiled-layers-not-possible", "model.compile_layers", {"model.liger_kernel": True}, COMPILED),
+    Case("compiled-layers-not-possible", "model.compile_layers", zero(Strategy.zero3), LORA | COMPILED),
+    Case("compiled-layers-not-possible", "model.compile_layers", fsdp(Strategy.fsdp), QLORA | COMPILED),
     Case("one-pass-head-in-fp16", "model.one_pass_head", {"model.one_pass_head": True}, IN_FP16),
     Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5}),
     Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5, CHECKPOINTING: Checkpointing.enabled}, COMPILED),
@@ -272,6 +276,7 @@ CASES = [
             ("peft.target_modules", ["q_proj"], {}),
             ("schedule.warmup_share", 0.1, {"schedule.name": ScheduleName.constant}),
             ("parallelism.max_live_parameters", 1_000_000, zero(Strategy.zero2)),
+            (METRIC, "validation_reward_accuracy", dpo()),
             ("parallelism.shard_group_size", 4, fsdp(Strategy.fsdp)),
         )
     ),

@@ -60,8 +60,8 @@ def uncompiled_reason(config: RunConfig) -> str | None:
         (has_dora(config), "with DoRA, losses differed by up to 0.2% in 16 steps"),
         (adapts_parameters(config), "adapters on parameters split compiled blocks"),
         (
-            config.peft.method is PeftMethod.qlora and strategy_facts(config).divides_weights,
-            "not tested with a quantized base model that is divided",
+            config.peft.method is PeftMethod.qlora and not strategy_facts(config).is_copied,
+            "a quantized base model is compiled on one GPU and with DDP only",
         ),
         (facts is None, "the architecture is not known before the model is loaded"),
         (

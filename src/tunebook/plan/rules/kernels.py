@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Checkpointing, Compute, PackingMode
+from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
 from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.config.schema import RunConfig
 from tunebook.facts.architectures import has_attention
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
+from tunebook.facts.methods import method_facts
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import has_experts
-from tunebook.plan.rules.frame import rule
+from tunebook.plan.rules.frame import Finding, rule
 
 _KEY = "attention.implementation"
 _AUTO = f"{_KEY}=auto"
@@ -79,26 +81,36 @@ def flash_attention_not_deterministic(config: RunConfig) -> Iterator[str]:
         yield "its backward pass may differ in the last bits although training.deterministic is true"
 
 
-@rule("varlen-attention-padded", _KEY, f"packing.mode=isolated or {_AUTO}")
-def varlen_attention_padded(config: RunConfig) -> Iterator[str]:
+@rule("varlen-attention-padded", _KEY)
+def varlen_attention_padded(config: RunConfig) -> Iterator[Finding]:
     """Refuse varlen attention with rows that are not packed: it does not support padding."""
+    if config.parallelism.sequence_group_size > 1:
+        return  # see the rules about rows that several GPUs share
     if attention_facts(config).needs_lengths and config.packing.mode is not PackingMode.isolated:
         kernel, mode = config.attention.implementation.name, config.packing.mode.name
-        yield f"{kernel} computes packed rows only, and packing.mode is {mode}"
+        fix = f"packing.mode=isolated or {_AUTO}" if method_facts(config).may_pack else _AUTO
+        yield Finding(f"{kernel} computes packed rows only, and packing.mode is {mode}", fix=fix)
 
 
 @rule("compiled-layers-not-possible", "model.compile_layers", "model.compile_layers=false")
 def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
-    """Refuse compiled blocks with Liger's kernels, with flash-attn's packages, or with sdpa_by_document.
+    """Refuse compiled blocks with Liger's kernels, flash-attn's packages, sdpa_by_document, or some adapters.
 
     torch cannot compile a block that calls Liger's kernels (torch 2.11, liger-kernel 0.8.5). transformers' function
     for flash-attn reads the number of the calling block, so torch compiles each block again and stops after eight.
-    sdpa_by_document reads on the host how long the documents of a row are.
+    sdpa_by_document reads on the host how long the documents of a row are. Adapters in compiled blocks read weights
+    that ZeRO-3 gathers in calls of their layers only. The scales of a base in 4 bits cannot be divided by FSDP, and
+    DeepSpeed would cast them.
     """
     if config.model.compile_layers and config.model.liger_kernel:
         yield "blocks that call Liger's kernels cannot be compiled"
     if config.model.compile_layers and not attention_facts(config).compiles_with_blocks:
         yield f"blocks with attention.implementation={config.attention.implementation.name} cannot be compiled as one"
+    strategy, method = strategy_facts(config), config.peft.method
+    if config.model.compile_layers and method is not PeftMethod.full and strategy.is_zero3:
+        yield "compiled blocks with adapters need whole weights, and ZeRO-3 divides them"
+    if config.model.compile_layers and method is PeftMethod.qlora and not (strategy.is_copied or strategy.is_zero3):
+        yield "blocks with a base in 4 bits are compiled on one GPU and with DDP only"
 
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head", "model.one_pass_head=false")

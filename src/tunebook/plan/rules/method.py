@@ -27,6 +27,13 @@ def method_takes_padded_rows(config: RunConfig) -> Iterator[str]:
         yield f"method={config.method.name} takes padded rows only"
 
 
+@rule("method-without-sequence-groups", "parallelism.sequence_group_size", "parallelism.sequence_group_size=1")
+def method_without_sequence_groups(config: RunConfig) -> Iterator[str]:
+    """Refuse rows shared by several GPUs for a method that takes padded rows: only packed rows can be shared."""
+    if config.parallelism.sequence_group_size > 1 and not method_facts(config).may_pack:
+        yield f"method={config.method.name} takes padded rows, which several GPUs cannot share"
+
+
 @rule("method-without-one-pass-head", "model.one_pass_head", "model.one_pass_head=false")
 def method_without_one_pass_head(config: RunConfig) -> Iterator[str]:
     """Refuse the head in one pass for a method that weights tokens: it needs one factor for all of a step."""

@@ -8,6 +8,7 @@ from tunebook.config.choices import Offload, PackingMode, PeftMethod
 from tunebook.config.schema import CHOICE_SCHEMAS, FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.facts.attention import attention_facts
+from tunebook.facts.methods import method_facts
 from tunebook.facts.sharing import uses_nvme
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.plan.rules.frame import Finding, rule
@@ -87,7 +88,7 @@ def sequence_group_attention(config: RunConfig) -> Iterator[str]:
 
     They get the boundaries of the documents of the whole row. Other kernels build a mask of a part of the row.
     """
-    if config.parallelism.sequence_group_size == 1:
+    if config.parallelism.sequence_group_size == 1 or not method_facts(config).may_pack:
         return
     if config.packing.mode is PackingMode.padded or not attention_facts(config).needs_lengths:
         kernel, mode = config.attention.implementation.name, config.packing.mode.name

@@ -75,6 +75,7 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
     has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
     has_warm_up = config.schedule.name is not ScheduleName.constant
     has_container = getattr(launcher, "container_image", None) is not None
+    picks_best = config.training.load_best_at_end or config.training.early_stopping_patience is not None
     has_scaling = config.precision.compute is Compute.fp8 and config.peft.method is PeftMethod.full
     groups = (  # whether this run reads them, what else would, and the keys
         (config.model.path is None, "model.name", "model", ("revision",)),
@@ -92,6 +93,7 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
         (strategy.within_groups, "parallelism=hsdp", "parallelism", ("shard_group_size",)),
         (launcher.name is LauncherName.local, "launcher=local", "launcher", _OF_NODES),
         (has_container, "launcher.container_image", "launcher", ("container_mounts",)),
+        (picks_best, "training.load_best_at_end or training.early_stopping_patience", "training", ("best_metric",)),
         (bool(config.evaluation.tasks), "evaluation.tasks", "evaluation", ("before",)),
     )
     for is_read, reader, group, fields in groups:

@@ -1,7 +1,7 @@
 """The reference's log-probabilities of a full fine-tune, computed once before the first step and kept with the data.
 
-The model as all ranks hold it computes them, so that any strategy works and no second model is needed. They are of the
-pairs that the run trains and validates on, in a file of the prepared data for these weights and this precision.
+The model as all ranks hold it computes them, so that any strategy works and no second model is needed. They are of all
+pairs, whatever the number of steps, in a file of the prepared data for these weights and this precision.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunebook.checkpoint.collectives import on_first_rank
@@ -28,6 +29,11 @@ _NUM_NAME_DIGITS = 16
 
 def reference_log_probabilities(trainer: Any, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a batch's chosen and rejected sides, by TRL, with an adapter switched off. Shapes: twice (P,)."""
+    if isinstance(trainer.model_wrapped, FSDPModule):
+        # FSDP's first pass looks up which parameters are trained, and PEFT marks those of a switched-off adapter as
+        # frozen. torch has no public name for this; it does nothing after the first pass.
+        state: Any = trainer.model_wrapped._get_fsdp_state()
+        state._lazy_init()
     forget_parameter_order(trainer.model_wrapped)  # passes with and without adapters take turns
     chosen, rejected = trainer.compute_ref_log_probs(model, inputs)
     forget_parameter_order(trainer.model_wrapped)
@@ -40,7 +46,7 @@ class ReferencePass(TrainerCallback):
     def __init__(self, trainer: Any, parts: dict[str, PreparedPart]) -> None:
         self.trainer = trainer
         self.parts = parts
-        self.tables: dict[str, torch.Tensor] = {}  # by part: of each pair, chosen and rejected; NaN: not computed
+        self.tables: dict[str, torch.Tensor] = {}  # by part: of each pair, chosen and rejected
 
     def of(self, pairs: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probabilities of some pairs' sides. Shapes: (P,) -> twice (P,)."""
@@ -53,29 +59,24 @@ class ReferencePass(TrainerCallback):
     ) -> None:
         """Raises: RequestError if a resumed run does not find them: its model is trained already."""
         trainer = self.trainer
-        needed = {"train": np.unique(np.concatenate([*trainer.train_batches.steps()]))}
+        datasets = {"train": trainer.train_dataset}
         if trainer.validation_batches is not None:
-            needed["validation"] = np.arange(len(trainer.eval_dataset))
-        for name, pairs in needed.items():
+            datasets["validation"] = trainer.eval_dataset
+        for name, dataset in datasets.items():
             file = self.parts[name].folder / f"reference-{self._key()}.npy"
-            known: np.ndarray | None = on_first_rank(partial(_read, file))
-            lengths = self.parts[name].load_lengths()
-            table = np.full((len(lengths), 2), np.nan, dtype=np.float32) if known is None else known
-            missing = pairs[np.isnan(table[pairs, 0])]
-            if len(missing) and state.global_step:
+            table: np.ndarray | None = on_first_rank(partial(_read, file))
+            if table is None and state.global_step:
                 raise RequestError(
-                    f"{file} is gone or is of fewer pairs, and the model that would compute the reference's "
-                    "log-probabilities is trained already; to start again: training.resume=never",
+                    f"{file} is gone, and the model that would compute the reference's log-probabilities is trained "
+                    "already; to start again: training.resume=never",
                     problem_id="reference-missing",
                 )
-            if len(missing):
+            if table is None:
+                lengths = self.parts[name].load_lengths()
                 if state.is_world_process_zero:
-                    what = counted(len(missing), f"{name} pair")
+                    what = counted(len(lengths), f"{name} pair")
                     print(f"the untrained model computes the log-probabilities of {what}, once", flush=True)
-                longest_first = missing[np.argsort(-lengths[missing], kind="stable")]
-                dataset = trainer.train_dataset if name == "train" else trainer.eval_dataset
-                computed = self._compute(dataset, longest_first, len(lengths))
-                table[missing] = computed[missing]
+                table = self._compute(dataset, np.argsort(-lengths, kind="stable"))  # the longest first
                 on_first_rank(partial(_write, file, table))
             self.tables[name] = torch.from_numpy(table)
 
@@ -86,10 +87,10 @@ class ReferencePass(TrainerCallback):
         seed = identity.settings["training"]["seed"] if identity.model["weights"] == "random" else None
         return sha256_text(json.dumps([identity.model, precision, seed], sort_keys=True))[:_NUM_NAME_DIGITS]
 
-    def _compute(self, dataset: Any, pairs: np.ndarray, num_pairs: int) -> np.ndarray:
-        """The table of some pairs, each computed by one rank; zero for others."""
+    def _compute(self, dataset: Any, pairs: np.ndarray) -> np.ndarray:
+        """The table of all pairs, computed in an order, each by one rank."""
         trainer = self.trainer
-        table = torch.zeros(num_pairs, 2, dtype=torch.float64, device=trainer.args.device)
+        table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=trainer.args.device)
         trainer.model.eval()
         for batch in trainer._loader(dataset, self._batches(pairs)):
             inputs = trainer._prepare_inputs(batch)
