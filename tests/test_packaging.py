@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = [text for texts in PROJECT["optional-dependencies"].values() for text in texts]
 # What a package is imported as, where that is not its own name.
 IMPORT_NAMES = {
+    "pillow": "PIL",
     "hydra-core": "hydra",
     "nvidia-ml-py": "pynvml",
     "pyyaml": "yaml",

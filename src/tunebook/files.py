@@ -26,11 +26,16 @@ _SETTLED_NS = 2_000_000_000
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Replace the file at `path` by `text` atomically. Raises: OSError; the old file is then unchanged."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """As `atomic_write_text`, for any content."""
     # Not tempfile: its files are readable only by their owner, and run folders are shared.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

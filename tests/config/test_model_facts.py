@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import is_in_modules, modules_pattern, outermost_modules
+import pytest
+
+from tunebook.config.choices import ModelPart, PeftMethod
+from tunebook.config.model_facts import frozen_modules, is_in_modules, modules_pattern, outermost_modules
 from tunebook.model.parameters import count_parameters
 
 from ..plan.memory.layers import measured as traced
@@ -38,6 +40,23 @@ def test_part_of_a_name_is_another_module():
     assert not is_in_modules(["model.tower"], "model.tower_of_sound.weight")
     assert not re.fullmatch(modules_pattern(["model.tower"]), "modelXtower.weight")
     assert re.fullmatch(modules_pattern(["model.tower"]), "model.tower")  # the module itself, as PEFT asks for it
+
+
+@pytest.mark.parametrize(
+    ("trained", "frozen"),
+    [
+        (["language"], {"model.visual.block.weight", "model.visual.merger.mlp.weight", "model.visual"}),
+        (["language", "projector"], {"model.visual.block.weight", "model.visual"}),
+        (["language", "vision"], {"model.visual.merger.mlp.weight"}),
+        (["projector"], {"model.visual.block.weight", "model.visual", "model.layers.0.weight", "lm_head.weight"}),
+        (["language", "vision", "projector"], set()),
+    ],
+)
+def test_parts_that_are_not_named_are_frozen(trained, frozen):
+    names = ["model.visual.block.weight", "model.visual.merger.mlp.weight", "model.visual", "model.layers.0.weight"]
+    pattern = frozen_modules(["model.visual"], [ModelPart[part] for part in trained])
+    assert {name for name in [*names, "lm_head.weight"] if pattern and re.fullmatch(pattern, name)} == frozen
+    assert frozen_modules([], [ModelPart.language]) is None
 
 
 def test_it_is_counted_among_what_is_frozen(undecided):

@@ -176,7 +176,7 @@ def without(record: dict[str, Any], key: str) -> dict[str, Any]:
     [
         ({**PAIR, "tool_calls": [CALL]}, "tool_calls"),
         (with_turn(Thinking="because"), "Thinking"),
-        ({**CHAT, "image": "cat.jpg"}, "image"),
+        ({**CHAT, "videos": ["cat.mp4"]}, "videos"),
         ({"text": "a", "system": "Be brief."}, "system"),
         (with_turn(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), "train_detail"),
     ],
@@ -189,17 +189,17 @@ def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[
 
 
 def test_only_a_way_out_that_works_is_offered() -> None:
-    two = {**with_turn(mask=1), "images": ["cat.jpg"], "name": "a"}
-    with pytest.raises(DocumentError, match=r"dataset\.ignore_keys=\[name,images,mask\]"):
+    two = {**with_turn(mask=1), "videos": ["cat.mp4"], "name": "a"}
+    with pytest.raises(DocumentError, match=r"dataset\.ignore_keys=\[name,videos,mask\]"):
         normalize(two, ignored=("name",))
-    normalize(two, ignored=("name", "images", "mask"))
+    normalize(two, ignored=("name", "videos", "mask"))
     without_answer = {"conversations": [{"from": "human", "value": "Hi"}], "kto_tag": True}
     with pytest.raises(DocumentError) as caught:
         normalize(without_answer)
     assert "ignore_keys" not in caught.value.message and caught.value.problem_id == "data-key-not-supported"
 
 
-@pytest.mark.parametrize("key", ["image", "videos", "audio_path"])
+@pytest.mark.parametrize("key", ["videos", "audio_path"])
 def test_marks_of_media_that_are_left_out_are_refused(key: str) -> None:
     mark = f"<{key.removesuffix('s').removesuffix('_path')}>"
     record = {key: ["a"], "messages": [{"role": "user", "content": f"{mark} What is this?"}, CHAT["messages"][1]]}

@@ -118,7 +118,7 @@ def test_every_way_to_write_reasoning_is_one_form(written: dict[str, Any]) -> No
     assert turn(chat(written)) == {"role": "assistant", "content": "a", "train": True, "reasoning": "r"}
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}])
+@pytest.mark.parametrize("part", [{"type": "video_url", "video_url": {"url": "x"}}, {"type": "input_audio"}])
 def test_media_are_refused_with_their_kind(part: dict[str, Any]) -> None:
     with pytest.raises(DocumentError, match=rf"part 2 of .* turn 1 \(user\) is of type '{part['type']}'") as caught:
         row({"messages": [{"role": "user", "content": ["a", part]}, ANSWER]})

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from tests.evaluate.conftest import cpu_run
+from tests.image_models import FAMILIES, draw_image, write_model
 from tunebook.config.choices import Compute, Generation, PeftMethod, TrainOn, Weights
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import RunConfig
@@ -28,7 +29,7 @@ from tunebook.data.encode import Encoder
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat, printable
-from tunebook.evaluate.target import Target
+from tunebook.evaluate.target import Target, find_target
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
 from tunebook.record.manifest import system_prompt_hash
 
@@ -317,3 +318,26 @@ def test_on_a_gpu_a_run_is_computed_as_it_was_trained_and_a_folder_in_its_own_fo
     kept = torch.float32 if dtype is torch.float16 else dtype  # fp16 is computed by autocast
     assert (chat.model.device.type, chat.model.dtype) == ("cuda", kept)
     assert ask(chat)[0] == "apple bird"
+
+
+def test_images_are_shown_with_the_first_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "qwen", FAMILIES["qwen2_5_vl"])
+    draw_image(0, 100, 60).save(tmp_path / "a.png")
+    target = find_target(str(folder), tmp_path, is_model=True)
+    chat, _ = load_chat(target, SAMPLING, images=[tmp_path / "a.png"])
+    model: Any = chat.model
+    seen, generate = [], model.generate
+
+    def note(prompt: torch.Tensor, **options: Any) -> Any:
+        seen.append((prompt, options["image_grid_thw"], len(options["pixel_values"])))
+        return generate(prompt, **options)
+
+    monkeypatch.setattr(model, "generate", note)
+    for _ in range(2):
+        ask(chat, "What?")
+    for prompt, grid, num_patches in seen:  # 112 x 56 pixels: 8 x 4 patches, four of them a token
+        assert int((prompt == model.config.image_token_id).sum()) == 8
+        assert grid.tolist() == [[1, 4, 8]] and num_patches == 32
+    with pytest.raises(RequestError) as caught:
+        load_chat(target, SAMPLING, images=[tmp_path / "b.png"])
+    assert caught.value.problem_id == "chat-image"

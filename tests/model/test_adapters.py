@@ -31,7 +31,7 @@ from tunebook.errors import RequestError
 from tunebook.model.adapters import (
     adapter_config,
     four_bit,
-    freeze_unreached,
+    freeze_parts,
     keep_in_fp32,
     require_known_names,
     trains_in_fp32,
@@ -201,7 +201,7 @@ def test_unreached_parts_are_frozen_and_get_no_adapter() -> None:
     model: Any = AutoModelForCausalLM.from_config(small_config("Gemma3ForConditionalGeneration", **SMALL))
     facts = ModelFacts(unreached=["model.vision_tower", "model.multi_modal_projector"])
     config = plain_config(model=ModelConfig(facts=facts), peft=PeftSettings(method=PeftMethod.lora))
-    freeze_unreached(config, model)
+    freeze_parts(config, model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {
         name for name, _ in model.named_parameters() if name.startswith(("model.language_model.", "lm_head."))

@@ -39,7 +39,7 @@ from tunebook.train.other_launchers import refuse_inside_launcher
 
 app = typer.Typer(
     name="tunebook",
-    help="A reproducible book of recipes for distributed supervised fine-tuning of language models.",
+    help="A reproducible book of recipes for distributed fine-tuning of language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -180,13 +180,16 @@ def doctor(
 def data(
     words: Words = None,
     samples: Annotated[int, typer.Option("--samples", min=0, help="How many documents to show.")] = 3,
+    page: Annotated[
+        Path | None, typer.Option("--page", help="Write the samples to this HTML file, with their images.")
+    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
     from tunebook.commands.data import show_data
 
     recipe, overrides = split(words, recipes_dir)
-    show_data(recipe, overrides, recipes_dir or [], samples, make_console())
+    show_data(recipe, overrides, recipes_dir or [], samples, make_console(), page)
 
 
 @app.command(name="eval")
@@ -279,6 +282,9 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="In place of the run's system prompt; '' for none.")
     ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="An image to show with the first question; again for more.")
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="The longest answer, in tokens.")
     ] = 512,
@@ -305,7 +311,15 @@ def chat(
     question = " ".join(text) if text else None
     refuse_wrong_image()
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    chat_command(target, outputs, question=question, is_model="model" in typed, system=system, sampling=sampling)
+    chat_command(
+        target,
+        outputs,
+        question=question,
+        is_model="model" in typed,
+        system=system,
+        sampling=sampling,
+        images=image or (),
+    )
 
 
 @app.command()

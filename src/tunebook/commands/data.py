@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tunebook.commands.job import plan_job
 from tunebook.commands.train import prepare_data
+from tunebook.errors import RequestError
 from tunebook.terminal import print_text
 
 # The quickstart's tokens are half as long as a model's own, so 4,096 of them are a text as 2,048 of those. The factor
@@ -17,9 +18,14 @@ _QUICKSTART = ("model=quickstart", "model.yarn_factor=1000", "training.max_lengt
 
 
 def show_data(
-    recipe: str | None, overrides: Sequence[str], recipes_dirs: Sequence[Path], num_samples: int, console: Console
+    recipe: str | None,
+    overrides: Sequence[str],
+    recipes_dirs: Sequence[Path],
+    num_samples: int,
+    console: Console,
+    page: Path | None = None,
 ) -> None:
-    """Print everything about a recipe's data. Raises: what planning and preparing raise."""
+    """Print everything about a recipe's data, and write it to `page`. Raises: what planning and preparing raise."""
     keys = ("model=", "model.name=", "model.path=")
     if recipe is None and not any(word.startswith(keys) for word in overrides):
         overrides = [*_QUICKSTART, *overrides]
@@ -38,3 +44,12 @@ def show_data(
     is_needed = has_text and num_samples > 0
     tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if is_needed else None
     show_prepared(prepared, tokenizer, console, num_samples)
+    if page is not None:
+        from tunebook.commands.data_page import write_page
+
+        try:
+            write_page(prepared, tokenizer, page, num_samples)
+        except OSError as error:
+            message = f"--page: {page} cannot be written: {error.strerror}; name a file in a folder that exists"
+            raise RequestError(message, problem_id="page-not-written") from error
+        print_text(f"page: {page}", console)

@@ -28,6 +28,14 @@ class Weights(Enum):
     random = "random"
 
 
+class ModelPart(Enum):
+    """A part of a model for images and text."""
+
+    language = "language"
+    vision = "vision"
+    projector = "projector"
+
+
 class Source(Enum):
     """Where documents come from."""
 

@@ -21,8 +21,11 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 
 from tunebook.config.book import book_root
+from tunebook.config.choices import ModelPart
 from tunebook.config.ranges import number
 
+# Names of modules between a tower for images and the language model.
+_PROJECTORS = ("multi_modal_projector", "connector", "merger", "deepstack_merger_list")
 ARCHITECTURE_FILE = "architecture.json"  # in a run folder
 MASK, LENGTHS = "mask", "lengths"  # how attention can keep packed documents apart
 
@@ -129,6 +132,22 @@ def outermost_modules(unreached: Set[str], everything: Collection[str]) -> list[
 def modules_pattern(modules: Collection[str]) -> str:
     """A regular expression that matches the full names of the modules, and of all that is in them."""
     return rf"(?:{'|'.join(map(re.escape, modules))})(?:\..+)?"
+
+
+def frozen_modules(unreached: Collection[str], trained: Collection[ModelPart]) -> str | None:
+    """A regular expression for full names of modules and parameters in parts that are not trained; None: all are.
+
+    What text does not reach is the tower for images, and the projector between it and the language model.
+    """
+    outside = modules_pattern(unreached) if unreached else "(?!)"
+    projector = rf"(?:.*\.)?(?:{'|'.join(_PROJECTORS)})(?:\..+)?"
+    patterns = {
+        ModelPart.language: rf"(?!{outside}$).+",
+        ModelPart.vision: rf"(?!{projector}$){outside}",
+        ModelPart.projector: rf"(?={projector}$){outside}",
+    }
+    frozen = [pattern for part, pattern in patterns.items() if part not in trained]
+    return "|".join(frozen) if frozen and (unreached or ModelPart.language not in trained) else None
 
 
 def is_in_modules(modules: Collection[str], name: str) -> bool:

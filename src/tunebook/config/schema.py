@@ -25,6 +25,7 @@ from tunebook.config.choices import (
     LauncherName,
     MasterWeights,
     MixedPrecision,
+    ModelPart,
     Offload,
     OptimizerName,
     Overlong,
@@ -70,6 +71,9 @@ class ModelConfig:
     template_date: str = "2024-07-26"
     pad_token: str | None = None  # the token that fills rows up; null takes the tokenizer's own
     eos_token: str | None = None  # the token that ends a text; null takes the tokenizer's own
+    # Parts that are trained, of a model for images and text: language, vision (its tower), projector (between the two).
+    # The others are frozen
+    train: list[ModelPart] = field(default_factory=lambda: [ModelPart.language])
     trust_remote_code: bool = False  # runs code from the model's repository
     liger_kernel: bool = False  # fused RMSNorm, RoPE and SwiGLU by Triton; needs a GPU
     # torch.compile of each transformer block; null: where it was tested
@@ -147,6 +151,9 @@ class DatasetConfig(DatasetSource):
     bad_documents: BadDocuments = BadDocuments.refuse
     # Share of a source's documents that bad_documents=skip may leave out; more is an error
     max_bad_share: float = number(0.01, at_least=0, at_most=1)
+    # Images with more pixels are scaled down, in their proportions; null: to the limits of the model's processor alone
+    max_image_pixels: int | None = number(None, at_least=784, unit="pixels")
+    download_images: bool = False  # fetch images that documents name by URL, while the data is prepared
     system_prompt: str | None = None  # put before conversations that have no system turn of their own
     # The text of a special token, such as `</s>`, in a turn: refuse the document, keep it as the token, or as_text.
     # auto: as_text in conversations, whose tokens the chat template writes; keep in texts, which have theirs written

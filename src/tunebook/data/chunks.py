@@ -22,6 +22,7 @@ from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.encode import Document, Encoder, pair_of
 from tunebook.data.prepared import PartCounts
+from tunebook.data.sampler import IMAGES
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
 from tunebook.processes import die_with_parent, own_cores
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
+
+    from tunebook.model.processor import ImageProcessor
 
 DOCUMENTS_PER_CHUNK = 1000
 _WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
@@ -48,6 +51,8 @@ def fit(document: Document, max_length: int, overlong: Overlong) -> list[Documen
         return [document]
     if overlong is Overlong.drop:
         return []
+    if document.images:
+        return [_until(document, max_length)]
     pieces = []
     for start in range(0, num_tokens if overlong is Overlong.split else 1, max_length):
         end = start + max_length
@@ -55,6 +60,13 @@ def fit(document: Document, max_length: int, overlong: Overlong) -> list[Documen
         labels = [IGNORED_LABEL, *document.labels[start + 1 : end]]
         pieces.append(Document(document.input_ids[start:end], labels))
     return pieces
+
+
+def _until(document: Document, max_length: int) -> Document:
+    """The beginning of a document, without an image that would be cut."""
+    end = min([max_length, *(image.start for image in document.images if image.start < max_length < image.end)])
+    images = [image for image in document.images if image.end <= end]
+    return Document(document.input_ids[:end], document.labels[:end], images=images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,7 @@ class ChunkSettings:
     dataset: DatasetConfig
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
+    images: ImageProcessor | None = None  # None: no document has images
     template_date: str | None = None  # for workers, which have their own clocks; None: already set
 
 
@@ -77,12 +90,17 @@ class Chunk:
     counts: PartCounts
 
 
-def prepared_schema(kind: CorpusKind) -> pa.Schema:
-    """The columns of prepared documents; pairs also have the length of their chosen sides."""
+def prepared_schema(kind: CorpusKind, *, has_images: bool = False) -> pa.Schema:
+    """The columns of prepared documents; pairs also have the length of their chosen sides.
+
+    Images are references to files, `SHA256 PATH`.
+    """
     import pyarrow as pa
 
     tokens, columns = pa.list_(pa.int32()), ["length", *(["chosen_length"] if kind.reads == "pairs" else [])]
-    return pa.schema([("input_ids", tokens), ("labels", tokens), *((column, pa.int32()) for column in columns)])
+    images = [(IMAGES, pa.list_(pa.string()))] if has_images else []
+    numbers = [(column, pa.int32()) for column in columns]
+    return pa.schema([("input_ids", tokens), ("labels", tokens), *numbers, *images])
 
 
 def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings) -> Iterator[Chunk]:
@@ -120,7 +138,12 @@ class ChunkEncoder:
             fix_template_date(settings.tokenizer, settings.template_date)
         data = settings.dataset
         self._encoder = Encoder(
-            settings.kind, data.train_on, settings.tokenizer, data.special_tokens_in_content, data.reasoning
+            settings.kind,
+            data.train_on,
+            settings.tokenizer,
+            data.special_tokens_in_content,
+            data.reasoning,
+            settings.images,
         )
 
     def encode(self, chosen: range) -> Chunk:
@@ -144,12 +167,22 @@ class ChunkEncoder:
         counts.num_tokens = sum(len(document.input_ids) for document in kept)
         counts.num_trained_tokens = sum(document.num_trained for document in kept)
         counts.num_tokens_lost = sum(len(document.input_ids) for document in documents) - counts.num_tokens
-        return Chunk(batch=_to_batch(kept, self.settings.kind), counts=counts)
+        return Chunk(
+            batch=_to_batch(kept, self.settings.kind, has_images=self.settings.images is not None), counts=counts
+        )
 
     def _encode(self, rows: list[Row]) -> list[Document]:
         max_length, vocab_size = self.settings.max_length, self.settings.vocab_size
         documents = self._encoder.encode(rows)
         for row, document in zip(rows, documents, strict=True):
+            is_split = self.settings.dataset.overlong is Overlong.split
+            if is_split and document.images and document.longest_side > max_length:
+                raise DataError(
+                    f"{row['origin']}: it has images and {document.longest_side:,} tokens, more than "
+                    f"training.max_length={max_length}, and a document with images cannot be split; raise "
+                    "training.max_length, lower dataset.max_image_pixels, or type dataset.overlong=cut or drop",
+                    problem_id="document-too-long",
+                )
             if self.settings.dataset.overlong is Overlong.refuse and document.longest_side > max_length:
                 raise DataError(
                     f"{row['origin']}: it has {document.longest_side:,} tokens, more than training.max_length="
@@ -207,7 +240,7 @@ def _ends_within_answer(document: Document, max_length: int) -> bool:
     return IGNORED_LABEL not in document.labels[max_length - 1 : max_length + 1]
 
 
-def _to_batch(documents: Sequence[Document], kind: CorpusKind) -> pa.RecordBatch:
+def _to_batch(documents: Sequence[Document], kind: CorpusKind, *, has_images: bool) -> pa.RecordBatch:
     """The columns of prepared documents, from flat arrays of integers: Arrow reads nested lists far slower."""
     import numpy as np
     import pyarrow as pa
@@ -221,7 +254,10 @@ def _to_batch(documents: Sequence[Document], kind: CorpusKind) -> pa.RecordBatch
     columns.append(pa.array(lengths))
     if kind.reads == "pairs":
         columns.append(pa.array([document.num_chosen for document in documents], type=pa.int32()))
-    return pa.RecordBatch.from_arrays(columns, schema=prepared_schema(kind))
+    if has_images:
+        images = [[image.reference for image in document.images] for document in documents]
+        columns.append(pa.array(images, type=pa.list_(pa.string())))
+    return pa.RecordBatch.from_arrays(columns, schema=prepared_schema(kind, has_images=has_images))
 
 
 _worker_encoder: ChunkEncoder | None = None  # of this process, if it is a worker

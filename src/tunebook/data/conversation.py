@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 from tunebook.config.choices import Reasoning
 from tunebook.data.corpus import Row
-from tunebook.data.turns import REASONING_KEYS, texts_in
+from tunebook.data.turns import IMAGE, REASONING_KEYS, texts_in
 
+WITH_IMAGES = "with images"  # in `Conversation.contents`
 Messages = Sequence[dict[str, Any]]
 Map = Callable[[str], str]
 
+_NO_TEXT = ("role", "train", "images")
 # The marks at the end and the beginning of reasoning in a content.
 REASONING_ENDS = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<\|end_of_thought\|>")
 REASONING_BEGINS = re.compile(r"<think(?:ing)?>|<reasoning>|\[THINK\]|<\|begin_of_thought\|>")
@@ -49,9 +51,14 @@ class Conversation:
         has = {
             "with tools": bool(self.tools),
             "with calls of tools": any("tool_calls" in turn for turn in answers),
+            WITH_IMAGES: any("images" in turn for turn in self.messages),
             "with reasoning": any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers),
         }
         return [name for name, is_present in has.items() if is_present]
+
+    def images(self) -> list[dict[str, Any]]:
+        """The images of all turns, in order."""
+        return [image for turn in self.messages for image in turn.get("images", ())]
 
     def only(self, turn: int) -> Conversation:
         """One turn alone."""
@@ -74,7 +81,7 @@ class Conversation:
         """With every text of turns and tools changed, also the names of arguments and parameters; roles stay."""
         messages = []
         for turn in self.messages:
-            texts = {key: _mapped(value, change) for key, value in turn.items() if key not in ("role", "train")}
+            texts = {key: _mapped(value, change) for key, value in turn.items() if key not in _NO_TEXT}
             messages.append(turn | texts)
         return replace(self, messages=messages, tools=_mapped(self.tools, change))
 
@@ -142,7 +149,9 @@ class TemplateForm:
             made["tool_calls"] = [_with_text_arguments(call) for call in calls] if self._has_text_arguments else calls
         if message["role"] == "assistant":
             self._place_reasoning(made, message.get("reasoning"))
-        if self._has_parts and made["content"] is not None:
+        if "images" in message:
+            made["content"] = list(_parts_of(made["content"]))
+        elif self._has_parts and made["content"] is not None:
             made["content"] = [{"type": "text", "text": made["content"]}]
         return made
 
@@ -157,6 +166,15 @@ class TemplateForm:
             made |= {self.reasoning_key: reasoning, "content": content}
         else:
             made["content"] = f"<think>\n{reasoning.strip()}\n</think>\n\n{content or ''}"
+
+
+def _parts_of(content: str) -> Iterator[dict[str, str]]:
+    """A content with images in parts; a template writes each image as the model's placeholder."""
+    for number, text in enumerate(content.split(IMAGE)):
+        if number:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
 
 
 def split_reasoning(content: str) -> tuple[str, str]:
@@ -242,7 +260,8 @@ def _parts(conversation: Conversation) -> Iterator[Part]:
         if turn["role"] == "assistant" and not reasoning:
             reasoning, content = split_reasoning(content)
         yield Part(number, "reasoning", reasoning)
-        yield Part(number, "content", content)
+        pieces = content.split(IMAGE) if "images" in turn else [content]
+        yield from (Part(number, "content", piece) for piece in pieces)
         for call in turn.get("tool_calls", ()):
             yield Part(number, "calls", call["function"]["name"])
             yield from (Part(number, "calls", text) for text in texts_in(call["function"]["arguments"]))

@@ -92,6 +92,7 @@ class Corpus:
     records: list[SourceRecord]  # of the training part, then of separate validation files or splits
     notes: list[str]  # for display: the detected format, skipped lines, counts per part
     skipped: dict[str, Skipped]  # by part: documents that could not be read
+    has_images: bool = False
 
 
 def arrow_schema(kind: CorpusKind) -> pa.Schema:
@@ -128,6 +129,8 @@ def content_hash(row: Row, kind: CorpusKind) -> int:
         for turn in turns:
             if turn["role"] != "system":
                 details = {key: turn[key] for key in DETAILS if key in turn}
+                if "images" in turn:
+                    details["images"] = [image["sha256"] for image in turn["images"]]
                 pieces += [turn["role"], turn["content"], json.dumps(details, ensure_ascii=False) if details else None]
         pieces = [piece for piece in (*pieces, row["tools"]) if piece is not None]
     elif kind is CorpusKind.prompt_completion:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunebook.config.choices import Reasoning, SpecialText, TrainOn
 from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row, num_shared
+from tunebook.data.images import reference_to, write_images
 from tunebook.data.prepared import PartCounts
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
@@ -23,10 +24,20 @@ from tunebook.model.tokenizer import stop_token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from tunebook.model.processor import ImageProcessor
+
 REWRITTEN = "earlier assistant turns not trained on, because the chat template changes them once more turns follow"
 LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier answers"
 SPECIAL_AS_TEXT = "a special token's text in a turn, tokenized as text (dataset.special_tokens_in_content=as_text)"
 SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tokens_in_content=keep)"
+
+
+class ImageTokens(NamedTuple):
+    """An image of a document, `SHA256 PATH`, and the tokens that it takes: the first, and one after the last."""
+
+    reference: str
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Document:
     input_ids: list[int]
     labels: list[int]
     num_chosen: int = 0  # tokens of the chosen side; 0: no pair
+    images: Sequence[ImageTokens] = ()
 
     @property
     def sides(self) -> list[Document]:
@@ -86,6 +98,7 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase | None,
         special_text: SpecialText = SpecialText.auto,
         reasoning: Reasoning = Reasoning.keep,
+        images: ImageProcessor | None = None,
     ) -> None:
         if train_on is TrainOn.assistant and kind is CorpusKind.text:
             raise RequestError(
@@ -96,6 +109,7 @@ class Encoder:
         self.counts = PartCounts()
         self._everything = train_on is TrainOn.everything
         self._reasoning = reasoning
+        self._images = images
         methods: dict[CorpusKind, Encode] = {
             CorpusKind.conversation: self._conversations,
             CorpusKind.text: self._texts,
@@ -139,9 +153,11 @@ class Encoder:
         documents = []
         for row, conversation in zip(rows, rendered, strict=True):
             if conversation.special is None:
-                encoding, spans = next(encodings), conversation.spans
+                encoding, spans, images = next(encodings), conversation.spans, conversation.images
             else:
-                encoding, spans = self._special.encode_apart(conversation.text, conversation.spans)
+                num, both = len(conversation.spans), [*conversation.spans, *conversation.images]
+                encoding, both = self._special.encode_apart(conversation.text, both)
+                spans, images = both[:num], both[num:]
             ids, origin = encoding.ids, row["origin"]
             self._refuse_two_bos(ids, origin)
             if self._everything:
@@ -152,7 +168,12 @@ class Encoder:
             self.counts.added.update(conversation.added)
             self.counts.note(REWRITTEN, origin, conversation.num_rewritten > 0)
             self.counts.note(LEFT_OUT, origin, conversation.leaves_out)
-            documents.append(Document(ids, labels))
+            placed = []
+            for reference, span in zip(conversation.references, images, strict=True):
+                start, end = tokens_of_span(encoding.offsets, span)
+                labels[start:end] = [IGNORED_LABEL] * (end - start)
+                placed.append(ImageTokens(reference, start, end))
+            documents.append(Document(ids, labels, images=placed))
         return documents
 
     def _render(self, row: Row) -> Rendered:
@@ -167,9 +188,14 @@ class Encoder:
         self.counts.contents.update(conversation.contents())
         rendered = self._renderer.render(conversation, origin, has_spans=not self._everything)
         self._check_special(rendered.special, origin)
+        if images := conversation.images():
+            text, spans, placed = write_images(rendered.text, rendered.spans, images, self._images, origin)
+            references = [*map(reference_to, images)]
+            rendered = replace(rendered, text=text, spans=spans, images=placed, references=references)
         if rendered.special is not None and self._special_text is SpecialText.keep:
-            text, spans = self._special.show(rendered.text, rendered.spans)
-            return replace(rendered, text=text, spans=spans, special=None)
+            num, both = len(rendered.spans), [*rendered.spans, *rendered.images]
+            text, both = self._special.show(rendered.text, both)
+            return replace(rendered, text=text, spans=both[:num], images=both[num:], special=None)
         return rendered
 
     def _check_special(self, token: str | None, origin: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row, num_shared
+from tunebook.data.images import IMAGE_KEYS, ImageReader, place_images
 from tunebook.data.problems import DocumentError, KeyAccount, is_empty, type_name
 from tunebook.data.turns import (
     Turn,
@@ -32,7 +33,7 @@ Record = Mapping[str, Any]
 TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
 TOOL_KEYS = ("tools", "functions")
 KWARGS_KEY = "chat_template_kwargs"
-CONVERSATION_KEYS = ("system", *TOOL_KEYS, KWARGS_KEY)  # what conversations of every format may have
+CONVERSATION_KEYS = ("system", *TOOL_KEYS, KWARGS_KEY, *IMAGE_KEYS)  # what conversations of every format may have
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # of tokens; 0: the loss does not count it
 TOKEN_KEYS = ("labels", *LOSS_MASKS, "attention_mask", "seq_lengths", "position_ids", "token_type_ids")
 _LARGEST_TOKEN_ID = 2**31 - 1  # token ids are stored in 32 bits
@@ -104,6 +105,7 @@ class FormatSettings:
     vocab_size: int | None = None  # None: token ids are only checked for being 32-bit integers
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of every document; its own come first
     fields: FieldTemplates | None = None  # of format=fields
+    images: ImageReader = field(default_factory=ImageReader)
 
 
 Convert = Callable[[Record, KeyAccount, FormatSettings], tuple[CorpusKind, Row]]
@@ -217,6 +219,7 @@ def _conversation(turns: list[Turn], record: Record, settings: FormatSettings) -
     tools = read_tools(record[places[0]], places[0]) if places else []
     kwargs = {} if is_empty(record.get(KWARGS_KEY)) else read_template_kwargs(record[KWARGS_KEY])
     check_conversation(turns)
+    turns = place_images(turns, record, settings.images)
     if settings.system_prompt is not None and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": settings.system_prompt, "train": False}, *turns]
     columns = {"messages": turns, "tools": tools, "template_kwargs": {**settings.template_kwargs, **kwargs}}
@@ -332,6 +335,8 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
         if not any(turn["train"] for turn in turns[num_prompt:]):
             raise DocumentError(f"'{key}' has no turn of the assistant after the prompt that is trained on")
         marked = [turn | {"train": False} for turn in turns[:num_prompt]] + turns[num_prompt:]
+        if any("images" in turn for turn in marked) or any(not is_empty(record.get(key)) for key in IMAGE_KEYS):
+            raise DocumentError("it has images, which pairs cannot have yet; remove it", problem_id="data-media")
         rows.append(_conversation(marked, record, settings)[1])
     return CorpusKind.conversation_pair, rows[0] | {"rejected": rows[1]["messages"]}
 

@@ -5,9 +5,10 @@ Every run takes one commit. Without the hub, that is the snapshot in HF_HUB_CACH
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.schema import DatasetSource
@@ -18,6 +19,8 @@ from tunebook.model.hub import hub_problem, is_out_of_reach
 
 if TYPE_CHECKING:
     import datasets
+
+_ROWS_PER_BATCH = 100  # which may have images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +97,12 @@ def load_split(
             raise DataError(message, problem_id="data-file-broken") from error
         text = f"{key}.subset={source.subset or 'null'} with the split {split} of {source.name}: {first_line(error)}"
         raise RequestError(text, problem_id="hub-unknown-split") from error
+
+
+def rows_of(split: datasets.Dataset) -> Iterator[dict[str, Any]]:
+    """The rows of a split, with images as they are stored: `datasets` would decode each."""
+    if "Image(" not in repr(split.features):
+        yield from split
+        return
+    for batch in split.with_format("arrow").iter(_ROWS_PER_BATCH):
+        yield from batch.to_pylist()

@@ -5,7 +5,8 @@ folder of another name and renamed, under a lock: a killed preparation leaves no
 processes that want the same data one prepares and the other waits.
 
 The fingerprint is a hash over everything that could change a prepared token, computed without reading documents or
-loading a tokenizer. Every start computes it, so it imports neither torch nor transformers nor datasets.
+loading a tokenizer. Every start computes it, so it imports neither torch nor transformers nor datasets. The images that
+documents name are known once these were read: their paths are then kept beside the data, under the hash of all else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import CHATML_TEMPLATE
-from tunebook.config.choices import Format, PeftMethod, Source
+from tunebook.config.choices import Format, ModelPart, PackingMode, PeftMethod, Source
 from tunebook.config.schema import DatasetConfig, RunConfig, sources_of
 from tunebook.data.prepared import (
     ARROW_FILE,
@@ -39,7 +40,14 @@ from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, RequestError, TunebookError
 from tunebook.facts.methods import METHODS, method_facts
 from tunebook.facts.strategies import strategy_facts
-from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file, sha256_text
+from tunebook.files import (
+    CACHE_VARIABLE,
+    atomic_write_json,
+    cache_root,
+    remembered_hashes,
+    sha256_file,
+    sha256_text,
+)
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.base_config import read_vocab_size
 from tunebook.model.tokenizer_files import tokenizer_files_hash
@@ -82,13 +90,27 @@ def vocabulary(config: RunConfig) -> tuple[int | None, int | None]:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """The hash of everything that could change a prepared token, as hexadecimal digits.
+    """The hash of everything that could change a prepared token or image, as hexadecimal digits.
 
     Raises: RequestError if data or tokenizer are missing, or a hub that is needed cannot be reached.
     """
+    base = _hash_without_images(config)
+    images = _images_file(base)
+    if not images.is_file():
+        return base
+    paths = [Path(path) for path in json.loads(images.read_text())]
+    hashes = remembered_hashes(path for path in paths if path.is_file())
+    return sha256_text(json.dumps([base, *(hashes.get(path) for path in paths)]))
+
+
+def _images_file(base: str) -> Path:
+    return cache_root() / "prepared" / f"{base}.images"
+
+
+def _hash_without_images(config: RunConfig) -> str:
     here = Path(__file__).parent
     code = [file for file in sorted(here.glob("*.py")) if file.name not in _READERS]
-    code += [here.parent / "model" / name for name in ("tokenizer.py", "tokenizer_files.py")]
+    code += [here.parent / "model" / name for name in ("tokenizer.py", "tokenizer_files.py", "processor.py")]
     made_from = {
         "code": [sha256_file(file) for file in code],
         "libraries": {name: version(name) for name in _LIBRARIES},
@@ -111,26 +133,23 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     Raises: RequestError for missing data, tokenizer or template, or a cache that cannot be written; DataError for
     documents that cannot be trained on; DoesNotFitError if the disk is full.
     """
-    from tunebook.data.corpus import CorpusKind
-
     _refuse_added_tokens(config)
     root = cache_root() / "prepared"
     folder = root / fingerprint(config)
     report = progress or (lambda done, total, what: None)
     if (folder / PREPARED_FILE).is_file():
-        prepared = load_prepared(folder)
-        _require_method(config, CorpusKind(prepared.kind))
-        return prepared
+        return _for_run(config, load_prepared(folder))
     try:
         report(0, None, "reading documents")
         with _lock(folder):
             if (folder / PREPARED_FILE).is_file():  # another process made it meanwhile
-                return prepare(config, progress)
+                return _for_run(config, load_prepared(folder))
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
             try:
-                _make(config, folder.name, partial, report)
-                partial.rename(folder)
+                folder = root / _make(config, partial, report)
+                if not (folder / PREPARED_FILE).is_file():  # images that changed may be as before
+                    partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except TunebookError:
@@ -141,6 +160,44 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
             raise no_space("prepared data", root, advice) from error
         raise
     return load_prepared(folder, was_cached=False)
+
+
+def _for_run(config: RunConfig, prepared: Prepared) -> Prepared:
+    from tunebook.data.corpus import CorpusKind
+
+    _require_method(config, CorpusKind(prepared.kind))
+    _require_images(config, prepared.has_images)
+    return prepared
+
+
+def _require_images(config: RunConfig, has_images: bool) -> None:
+    """Raises: RequestError for settings that documents with images, or without, cannot be trained with."""
+    if not has_images:
+        if parts := [part.name for part in config.model.train if part is not ModelPart.language]:
+            raise RequestError(
+                f"model.train names {' and '.join(parts)}, and no document has an image; type 'model.train=[language]'",
+                problem_id="train-without-images",
+            )
+        return
+    facts = config.model.facts
+    if facts is not None and facts.architecture.endswith("ForCausalLM"):
+        raise RequestError(
+            f"the documents have images, and the model is trained as {facts.architecture}, which reads text alone; "
+            "name a model for images and text, such as model=qwen25_vl_3b, or data without images",
+            problem_id="model-without-images",
+        )
+    if config.packing.mode is PackingMode.isolated:
+        raise RequestError(
+            "packing=isolated: the documents have images, and packed rows were not proven to keep these apart; type "
+            "packing=padded",
+            problem_id="images-packed",
+        )
+    if config.parallelism.sequence_group_size > 1:
+        raise RequestError(
+            f"parallelism.sequence_group_size={config.parallelism.sequence_group_size}: the documents have images, and "
+            "GPUs cannot share a row with these; type parallelism.sequence_group_size=1",
+            problem_id="images-in-groups",
+        )
 
 
 def _require_method(config: RunConfig, kind: CorpusKind) -> None:
@@ -190,25 +247,31 @@ def _lock(folder: Path) -> AbstractContextManager[Any]:
         ) from error
 
 
-def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
-    """Prepare everything into a new folder."""
+def _make(config: RunConfig, folder: Path, report: Progress) -> str:
+    """Prepare everything into a new folder; returns the fingerprint."""
     started = time.monotonic()
     corpus_folder = folder / "corpus"
     corpus_folder.mkdir(parents=True)
     vocab_size, eos_token_id = vocabulary(config)
     corpus = load_corpus(config.dataset, cache_dir=corpus_folder, vocab_size=vocab_size, eos_token_id=eos_token_id)
     _require_method(config, corpus.kind)
+    _require_images(config, corpus.has_images)
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
+    images: set[str] = set()
     counts = {
-        part: _write_part(folder / part, documents, settings, corpus.skipped.get(part, Skipped()), report)
+        part: _write_part(folder / part, documents, settings, corpus.skipped.get(part, Skipped()), report, images)
         for part, documents in parts.items()
     }
+    if images:
+        atomic_write_json(_images_file(_hash_without_images(config)), sorted(images))
     shutil.rmtree(corpus_folder)
+    name = fingerprint(config)
     about = {
         "fingerprint": name,
         "content_sha256": hash_documents(folder / part for part in parts),
         "kind": corpus.kind.value,
+        "has_images": corpus.has_images,
         "max_length": config.training.max_length,
         **tokenizer_facts,
         "records": [asdict(record) for record in corpus.records],
@@ -216,15 +279,17 @@ def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
         "seconds": round(time.monotonic() - started, 3),
     }
     write_prepared(folder, about, counts)
+    return name
 
 
 def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, Any]]:
     """The settings of the encoding, and the facts about tokenizer and template to record."""
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.template import require_template, template_hash, template_variables
+    from tunebook.model.processor import load_image_processor
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer, needs_padding, tokenizer_hash, writes_date
 
-    tokenizer = None
+    tokenizer = images = None
     about: dict[str, Any] = dict.fromkeys(("tokenizer_sha256", "chat_template_sha256", "template_date"))
     if not corpus.kind.has_tokens:
         tokenizer = load_tokenizer(config.model, is_padded=needs_padding(config))
@@ -235,6 +300,8 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         }
         if added_token_ids(config.model, tokenizer):
             vocab_size = max(vocab_size or 0, len(tokenizer))
+        if corpus.has_images:
+            images = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
         if corpus.kind.has_turns:
             if config.model.chat_template is not None:
                 corpus.notes.append(f"answers end with {tokenizer.eos_token}, the EOS token of this run")
@@ -252,6 +319,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         dataset=config.dataset,
         max_length=config.training.max_length,
         vocab_size=vocab_size,
+        images=images,
         template_date=config.model.template_date,
     )
     return settings, about
@@ -263,18 +331,21 @@ def _write_part(
     settings: ChunkSettings,
     unreadable: Skipped,
     report: Progress,
+    images: set[str],
 ) -> PartCounts:
-    """Encode one part to an Arrow file and write its lengths."""
+    """Encode one part to an Arrow file, write its lengths, and add the files of its images to `images`."""
     import numpy as np
     import pyarrow as pa
 
     from tunebook.data.chunks import encode_chunks, prepared_schema
+    from tunebook.data.sampler import IMAGES
 
     what = f"tokenizing {folder.name} documents"
     folder.mkdir()
     counts, lengths, widths = PartCounts(), [], []
     report(0, len(documents), what)
-    with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, prepared_schema(settings.kind)) as writer:
+    schema = prepared_schema(settings.kind, has_images=settings.images is not None)
+    with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for chunk in encode_chunks(documents, settings):
             writer.write_batch(chunk.batch)
             # A copy: a view would keep the tokens of all chunks in memory.
@@ -282,18 +353,24 @@ def _write_part(
             if settings.kind.reads == "pairs":
                 chosen = chunk.batch.column("chosen_length").to_numpy()
                 widths.append(2 * np.maximum(chosen, lengths[-1] - chosen))
+            if settings.images is not None:
+                references = chunk.batch.column(IMAGES).flatten().to_pylist()
+                images.update(reference.partition(" ")[2] for reference in references)
             counts.add(chunk.counts)
             report(counts.num_read + counts.skipped.reasons.total(), len(documents), what)
     counts.skipped.update(unreadable)
     num_documents = counts.num_read + counts.skipped.reasons.total()
     counts.skipped.check_share(num_documents, settings.dataset.max_bad_share, f"the {folder.name} part")
     if counts.num_documents == 0:
+        other = ", or a lower dataset.max_image_pixels" if settings.images is not None else ""
+        if not other and settings.kind.reads == "documents":
+            other = ", or dataset.overlong=split"
         reasons = (counts.dropped + counts.skipped.reasons).most_common()
         raise DataError(
             f"all {settings.kind.reads} of the {folder.name} part were dropped ({counts.num_read:,} read), because: "
             f"{'; '.join(f'{number:,} {reason}' for reason, number in reasons)}. training.max_length is "
             f"{settings.max_length:,} tokens: try a larger one"
-            f"{', or dataset.overlong=split' if settings.kind.reads == 'documents' else ''}",
+            f"{other}",
             problem_id="nothing-to-train-on",
         )
     all_lengths = np.concatenate(lengths).astype(np.int32)

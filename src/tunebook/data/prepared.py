@@ -134,6 +134,7 @@ class Prepared:
     train: PreparedPart
     validation: PreparedPart | None
     was_cached: bool  # found, not prepared now
+    has_images: bool = False
 
     @property
     def unit(self) -> str:
@@ -206,5 +207,10 @@ def _hash_part(file: Path) -> str:
             for name, column_hash in hashes.items():
                 column = batch.column(name)
                 values = column.flatten() if pa.types.is_list(column.type) else column
+                if pa.types.is_string(values.type):  # of images the hashes, not the paths
+                    lengths = column.value_lengths().to_pylist()
+                    hashed = [reference.partition(" ")[0] for reference in values.to_pylist()]
+                    column_hash.update(json.dumps([lengths, hashed]).encode())
+                    continue
                 column_hash.update(values.to_numpy().astype("<i4", copy=False).data)
     return ":".join(column_hash.hexdigest() for column_hash in hashes.values())

@@ -177,6 +177,7 @@ class RankBatches:
         self._totals.append(Totals(*map(add, self._totals[-1], (len(documents), tokens, computed))))
 
 
+IMAGES = "image_files"  # a column of documents that have images: `SHA256 PATH` of each
 # A row without documents (in the short last step of an epoch): two tokens that the loss does not count.
 _EMPTY_ROW_LENGTH = 2
 
@@ -192,17 +193,22 @@ class DocumentRows:
         self.documents = documents.with_format("arrow")  # ten times as fast as Python numbers
         self.filler_token_id = filler_token_id
         self.multiple = multiple
+        self._further = [name for name in (IMAGES,) if name in documents.column_names]  # of references to files
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitem__(self, row: Row) -> dict[str, Any]:
-        """Input ids and labels (num_tokens,) in int64 of the row's documents end to end, and each one's length."""
+        """Input ids and labels (num_tokens,) in int64 of the row's documents end to end, and each one's length.
+
+        Documents with images also have references to these.
+        """
         if not row:
             return self._filler(max(_EMPTY_ROW_LENGTH, self.multiple))
         table: Any = self.documents[row]
         ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        whole = {
+        whole = {name: table[name].combine_chunks().flatten().to_pylist() for name in self._further}
+        whole |= {
             "input_ids": ids.flatten().to_numpy().astype(np.int64),
             "labels": labels.flatten().to_numpy().astype(np.int64),
             "seq_lengths": ids.value_lengths().to_pylist(),
@@ -211,7 +217,7 @@ class DocumentRows:
             return whole
         filler = self._filler(num_missing)
         arrays = {name: np.concatenate([whole[name], filler[name]]) for name in ("input_ids", "labels")}
-        return arrays | {"seq_lengths": whole["seq_lengths"] + filler["seq_lengths"]}
+        return whole | arrays | {"seq_lengths": whole["seq_lengths"] + filler["seq_lengths"]}
 
     def _filler(self, num_tokens: int) -> dict[str, Any]:
         """A document that the loss does not count."""

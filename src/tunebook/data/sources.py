@@ -6,19 +6,22 @@ what the documents depend on, without reading them, so that the caller can tell 
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
-from tunebook.config.schema import DatasetConfig, DatasetSource
+from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, Loaded, Row, SourceRecord, write_rows
-from tunebook.data.files import find_files
+from tunebook.data.files import PARQUET_SUFFIXES, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
+from tunebook.data.images import IMAGE_KEYS, ImageReader
 from tunebook.data.mixture import content_hashes, hold_out, mix
 from tunebook.data.problems import DocumentProblems, KeyAccount, Skipped
 from tunebook.data.readers import Record, read_records, without_nulls
@@ -37,6 +40,7 @@ class _Part:
     location: str
     revision: str | None = None
     sha256: str | None
+    folder: Path | None = None  # of the file, which its images are relative to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class _Loader:
     cache_dir: Path
     vocab_size: int | None
     eos_token_id: int | None
+    images: list[ImageReader] = field(default_factory=list)  # of each source
 
     def load(self, source: DatasetSource, key: str) -> Loaded:
         """The training documents of one source; `key` is where it is configured, for messages."""
@@ -77,6 +82,7 @@ class _Loader:
                     label=file.label,
                     location=file.location,
                     sha256=remembered_hash(file.path),
+                    folder=file.path.parent,
                 )
             )
         location = parts[0].location if len(parts) == 1 else f"{key}: {len(parts)} files"
@@ -88,12 +94,13 @@ class _Loader:
         location = "/".join(part for part in (source.name, source.subset, split) if part)
         rows = hub.load_split(source, repository, split, key, self.cache_dir / "hub")
         part = _Part(
-            records=((number, without_nulls(row)) for number, row in enumerate(rows, 1)),
+            records=((number, without_nulls(row)) for number, row in enumerate(hub.rows_of(rows), 1)),
             problems=DocumentProblems(location, "row"),
             label=location,
             location=location,
             revision=repository.revision,
             sha256=repository.sha256,
+            folder=repository.folder,
         )
         file = self._file(key, "train" if split == source.train_split else "validation")
         return self._write([part], self._normalizer(source, key), source.max_documents, file, location)
@@ -102,7 +109,9 @@ class _Loader:
         return self.cache_dir / f"{key.replace('/', '_')}.{part}.arrow"
 
     def _normalizer(self, source: DatasetSource, key: str) -> Normalizer:
+        self.images.append(ImageReader(may_download=self.config.download_images))
         settings = FormatSettings(
+            images=self.images[-1],
             text_field=source.text_field,
             system_prompt=self.config.system_prompt,
             vocab_size=self.vocab_size,
@@ -155,7 +164,7 @@ class _Loader:
     def _rows(self, parts: Sequence[_Part], normalizer: Normalizer) -> Iterator[Row]:
         """Rows with their origins. Raises: DataError at the end of a file or split, with all its problems together."""
         for part in parts:
-            problems = part.problems
+            problems, normalizer.settings.images.folder = part.problems, part.folder
             for number, record in part.records:
                 with problems.noted(number):
                     row = normalizer.row(record)
@@ -199,6 +208,7 @@ def load_corpus(
         records=[*train.records, *(validation.records if validation else [])],
         notes=notes,
         skipped={"train": train.skipped} | ({"validation": validation.skipped} if validation else {}),
+        has_images=any(images.num_read for images in loader.images),
     )
 
 
@@ -221,6 +231,34 @@ def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | No
         what = "pairs whose prompt is" if is_paired else "documents that are"
         notes.append(f"validation {what} also trained on: {shared:,} of {len(validation.dataset):,}")
     return notes
+
+
+_IMAGES_IN_JSON = re.compile(r'(?<!\\)"(?:images?|image_url)"\s*:|"type"\s*:\s*"(?:image|input_image)"')
+_HEAD_BYTES = 65_536
+
+
+def begins_with_images(config: DatasetConfig) -> bool:
+    """Whether images are at the beginning of its files; false if these are missing, or on the hub.
+
+    This is for choices before the data is prepared, which knows.
+    """
+    for key, source in sources_of(config).items():
+        if source.source is not Source.files or not source.path or {*IMAGE_KEYS} & {*source.ignore_keys}:
+            continue
+        try:
+            file = find_files(source.path, key)[0].path
+            if file.name.lower().endswith(PARQUET_SUFFIXES):
+                import pyarrow.parquet as pq
+
+                head = " ".join(f'"{name}":' for name in pq.read_schema(file).names)
+            else:
+                with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+                    head = stream.read(_HEAD_BYTES).decode(errors="replace")
+        except (OSError, ValueError, DataError):
+            continue
+        if _IMAGES_IN_JSON.search(head):
+            return True
+    return False
 
 
 # Fields that change no document, and places, whose content is hashed instead.

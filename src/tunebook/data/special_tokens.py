@@ -60,7 +60,7 @@ class SpecialTokens:
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
         """A text with the hidden texts restored, and its spans."""
-        return _substitute(_PLACEHOLDERS, text, spans, self._shown)
+        return substitute(_PLACEHOLDERS, text, spans, self._shown)
 
     def encode_apart(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span]]:
         """The `tokenizers.Encoding` of a text with hidden texts as plain text, and its spans in that encoding.
@@ -70,7 +70,7 @@ class SpecialTokens:
         if not _PLACEHOLDERS.search(text):
             return self._backend.encode(text, add_special_tokens=False), list(spans)
         written = re.compile(f"{self.any.pattern}|{_PLACEHOLDERS.pattern}")
-        renamed, moved = _substitute(written, text, spans, self._renamed)
+        renamed, moved = substitute(written, text, spans, self._renamed)
         return self.plain_backend.encode(renamed, add_special_tokens=False), moved
 
     def _shown(self, placeholder: str) -> str:
@@ -118,7 +118,7 @@ def any_of(names: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
 
 
-def _substitute(
+def substitute(
     pattern: re.Pattern[str], text: str, spans: Sequence[Span], replace: Callable[[str], str]
 ) -> tuple[str, list[Span]]:
     """The text with every match replaced, and its spans, whose ends lie between matches."""

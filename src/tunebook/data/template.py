@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import CHATML_TEMPLATE, TRAINING_TEMPLATE
 from tunebook.data.conversation import Conversation, Messages, Part, TemplateForm, find_missing
+from tunebook.data.images import write_images
 from tunebook.data.special_tokens import Span, SpecialTokens, any_of
 from tunebook.data.turns import ROLES
 from tunebook.errors import DataError, RequestError
@@ -28,6 +29,8 @@ from tunebook.model.tokenizer_files import GENERATION_MARKER, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tunebook.model.processor import ImageProcessor
 
 _TEXT = re.compile(r"[#*-]* *\w")  # the beginning of a line that is text and not a mark or JSON
 _MOST_SHOWN = 40  # characters of a turn in a message
@@ -44,6 +47,8 @@ class Rendered:
     added: tuple[str, ...] = ()
     leaves_out: bool = False  # parts of earlier answers that are not trained on, as templates do by design
     special: str | None = None  # the first special token with hidden text in a turn
+    images: list[Span] = field(default_factory=list)  # the characters of each image
+    references: list[str] = field(default_factory=list)  # to the files of the images
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -106,10 +111,16 @@ class ConversationRenderer:
         self._check(find_missing(conversation, text), conversation, "this prompt", ())
         return text
 
-    def prompt_tokens(self, conversation: Conversation) -> list[int]:
-        """The tokens of `prompt`; the text of a special token in a turn is plain text, as in training."""
+    def prompt_tokens(self, conversation: Conversation, processor: ImageProcessor | None = None) -> list[int]:
+        """The tokens of `prompt`; the text of a special token in a turn is plain text, as in training.
+
+        `processor` writes the tokens of images.
+        """
         hidden, _ = self._hide(conversation, "this prompt")
-        ids: list[int] = self.special.encode_apart(self.prompt(hidden), [])[0].ids
+        text = self.prompt(hidden)
+        if images := conversation.images():
+            text = write_images(text, [], images, processor, "this prompt")[0]
+        ids: list[int] = self.special.encode_apart(text, [])[0].ids
         return ids
 
     def render(self, conversation: Conversation, origin: str, *, has_spans: bool = True) -> Rendered:

@@ -2,7 +2,7 @@
 
 Roles are known by the names that data sets use. A turn becomes {role, content, train} and those of `DETAILS` that it
 has. `train` is true on the assistant's turns that the loss counts; a turn opts out with `train: false`, `weight: 0` or
-another of `problems.LOSS_FLAGS`. A content of typed parts is taken apart.
+another of `problems.LOSS_FLAGS`. A content of typed parts is taken apart; `images.py` reads the images among them.
 
 Tools and calls get OpenAI's form, which transformers' `apply_chat_template` expects: a tool is {"type": "function",
 "function": {name, description, parameters}}, a call {"id", "type": "function", "function": {name, arguments}} with the
@@ -33,6 +33,7 @@ ROLE_NAMES = {
 CALL_ROLES = ("function_call", "tool_call", "tool_calls")  # of turns whose text is calls of tools
 ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names} | dict.fromkeys(CALL_ROLES, "assistant")
 
+IMAGE = "\ufffc"  # in a content: the place of an image
 DETAILS = ("reasoning", "tool_calls", "tool_call_id", "name")  # what else chat templates write of a turn
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CALL_KEYS = ("tool_calls", "function_call")
@@ -43,8 +44,9 @@ _READ = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking", "reasoning_content")
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
+_IMAGE_PARTS = ("image", "image_url", "input_image")
 _MEDIA_PARTS = ("image", "audio", "video", "file", "document")
-_PARTS = (*_TEXT_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
+_PARTS = (*_TEXT_PARTS, *_IMAGE_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
 _PART_VALUES = ("text", "value", "content", "thinking", "reasoning")
 _BAD_TOOL = "data-bad-tool"
 
@@ -140,12 +142,13 @@ def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) 
     reasoning = {check_text(turn[key], f"'{key}' of {place}") for key in REASONING_KEYS if not is_empty(turn.get(key))}
     value, what = turn.get(content_key), f"the {content_key} of {place}"
     text, part_reasoning, part_calls = "", "", []
+    images: list[Any] = []
     if name.lower() in CALL_ROLES:
         part_calls = read_calls(value, what)
     elif role == "tool" and (isinstance(value, dict) or _is_list_of_values(value)):  # a result that is not text
         text = json.dumps(value, ensure_ascii=False)
     elif isinstance(value, list):
-        text, part_reasoning, part_calls = _read_parts(value, role, what)
+        text, part_reasoning, part_calls, images = _read_parts(value, role, what)
         if not (text.strip() or part_calls or calls or role == "tool"):
             raise DocumentError(f"{what} has no text")
     elif isinstance(value, str) and (calls or role == "tool"):  # a tool may return nothing
@@ -161,7 +164,9 @@ def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) 
         "content": None if calls and not text.strip() else text,
         "train": _read_train(turn, role, number, is_prompt),
     }
-    details = {"reasoning": "".join(reasoning), "tool_calls": calls}
+    if IMAGE in text and text.count(IMAGE) != len(images):
+        raise DocumentError(f"{what} holds the character U+FFFC, which stands for an image here; remove it")
+    details = {"reasoning": "".join(reasoning), "tool_calls": calls, "images": images}
     details |= {key: str(turn[key]) for key in ("tool_call_id", "name") if not is_empty(turn.get(key))}
     return made | {key: entry for key, entry in details.items() if entry}
 
@@ -184,12 +189,13 @@ def _is_list_of_values(value: object) -> bool:
     return any("type" not in entry and "text" not in entry for entry in objects)
 
 
-def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[Call]]:
-    """The text, the reasoning and the calls of a content in parts.
+def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[Call], list[Any]]:
+    """The text, the reasoning, the calls and the images of a content in parts.
 
-    Raises: DocumentError for images and the like, and for an order that no template writes.
+    An image is what its part says, or None: the next one of the document's own. Raises: DocumentError for sound and the
+    like, and for an order that no template writes.
     """
-    text, reasoning, calls = "", "", []
+    text, reasoning, calls, images = "", "", [], []
     for number, part in enumerate(parts, 1):
         place = f"part {number} of {what}"
         if isinstance(part, str):
@@ -197,10 +203,14 @@ def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[
         if not isinstance(part, dict):
             raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
         kind = str(part.get("type", "text")).lower()
+        if kind in _IMAGE_PARTS:
+            named = (part[key] for key in (*_IMAGE_PARTS, "url", "path", "bytes") if part.get(key) is not None)
+            images.append(next(named, None))
+            text += IMAGE
+            continue
         if any(name in kind for name in _MEDIA_PARTS):
             raise DocumentError(
-                f"{place} is of type '{kind}': images, audio, video and files cannot be trained on; remove such "
-                "documents",
+                f"{place} is of type '{kind}': audio, video and files cannot be trained on; remove such documents",
                 problem_id="data-media",
             )
         if kind not in _PARTS:
@@ -223,7 +233,7 @@ def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[
             reasoning += written
         else:
             text += written
-    return text, reasoning, calls
+    return text, reasoning, calls, images
 
 
 def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool) -> bool:

@@ -6,8 +6,9 @@ Trained-on tokens are in color, or in double brackets without colors (a pipe, a 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice, pairwise
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ TRAINED_STYLE = "black on green"
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MANY_CUT_ANSWERS = 0.01  # of documents
 _MOST_ADDED = 100  # characters shown of what a chat template adds
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the tokens of an image
 _MOST_TOKENS = 1500  # shown of one sample: tools alone may take 500
 # Data must not move the cursor or change colors: control characters are shown as symbols.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
@@ -47,7 +49,7 @@ def show_prepared(
     for name, part in prepared.parts().items():
         for title, row in titled_samples(name, part, num_samples):
             console.print(Group("", Rule(Text(title), align="left")))
-            for side, input_ids, labels in _sides(row):
+            for side, input_ids, labels in sides(row):
                 text = render_document(input_ids, labels, tokenizer, has_color=has_color)
                 console.print(Padding(Group(*([Text(f"{side}:", style="bold")] if side else []), text), (0, 0, 0, 2)))
     print_text(f"prepared data: {prepared.folder}", console, style="dim")
@@ -119,7 +121,7 @@ def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[
         yield f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on", row
 
 
-def _sides(row: Row) -> Iterator[tuple[str, list[int], list[int]]]:
+def sides(row: Row) -> Iterator[tuple[str, list[int], list[int]]]:
     """The sides of a pair with their names; a document has one, without a name."""
     parts = {"": slice(None)}
     if (first := row.get("chosen_length")) is not None:
@@ -134,7 +136,7 @@ def pieces_of(
     """The beginning of one document in stretches of text, and whether the loss counts each. Shapes: (num_tokens,)."""
     end, before = 0, ""
     trained: list[bool] = []  # by character
-    for is_trained, run in groupby(labels[:_MOST_TOKENS], key=lambda label: label != IGNORED_LABEL):
+    for is_trained, run in groupby(labels[: _num_shown(input_ids)], key=lambda label: label != IGNORED_LABEL):
         end += sum(1 for _ in run)
         # Decoded from the start and cut: some tokenizers drop a space at the beginning of decoded text.
         decoded = _decode(input_ids[:end], tokenizer)
@@ -156,14 +158,31 @@ def render_document(
 ) -> Text:
     """One document as text, the tokens that the loss counts in color or brackets. Shapes: both (num_tokens,)."""
     text = Text()
-    for written, is_trained in pieces_of(input_ids, labels, tokenizer):
+    for written, is_trained in collapsed_pieces(input_ids, labels, tokenizer):
         if is_trained and has_color:
             text.append(written, style=TRAINED_STYLE)
         else:
             text.append(f"[[{written}]]" if is_trained else written)
-    if len(input_ids) > _MOST_TOKENS:
-        text.append(f" ... and {len(input_ids) - _MOST_TOKENS:,} more tokens", style="dim")
     return text
+
+
+def collapsed_pieces(
+    input_ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
+) -> list[tuple[str, bool]]:
+    """As `pieces_of`, with the tokens of an image counted, and the number of tokens after the beginning."""
+    pieces = [
+        (_REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])}", text), is_trained)
+        for text, is_trained in pieces_of(input_ids, labels, tokenizer)
+    ]
+    if num_more := len(input_ids) - _num_shown(input_ids):
+        pieces.append((f" ... and {num_more:,} more tokens", False))
+    return pieces
+
+
+def _num_shown(input_ids: Sequence[int]) -> int:
+    """The tokens of one document that are shown; of equal ones in a row, as an image has them, one counts."""
+    changes = (place for place, (token, after) in enumerate(pairwise(input_ids), 1) if token != after)
+    return next(islice(changes, _MOST_TOKENS - 1, None), len(input_ids))
 
 
 def _decode(input_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,15 @@ from rich.text import Text
 
 from tunebook.config.frozen import load_config
 from tunebook.data.conversation import Conversation
+from tunebook.data.images import ImageReader, open_image, reference_to
+from tunebook.data.problems import DocumentError
 from tunebook.data.template import ConversationRenderer
+from tunebook.data.turns import IMAGE
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.target import Target, bare_config, find_target
 from tunebook.evaluate.trained_model import bound_tokenizer, load_to_answer, uses_gpu
+from tunebook.model.processor import ImageProcessor, load_image_processor
 from tunebook.model.tokenizer import stop_ids
 from tunebook.record.model_origin import origin_of
 from tunebook.record.run_folder import RUN_FILE
@@ -63,7 +67,9 @@ class Chat:
     sampling: Sampling
     autocast_dtype: torch.dtype | None = None
     system_prompt: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)  # the user's and the assistant's turns, alternating
+    processor: ImageProcessor | None = None  # None: no images are shown to it
+    images: list[dict[str, Any]] = field(default_factory=list)  # shown with the first question
+    turns: list[dict[str, Any]] = field(default_factory=list)  # the user's and the assistant's turns, alternating
 
     def reset(self) -> None:
         """Forget the turns; the same questions get the same answers again."""
@@ -84,7 +90,9 @@ class Chat:
         Ctrl-C ends the answer, and what there is of it is kept. Raises: KeyboardInterrupt, RequestError if the
         conversation is too long, DataError if the template refuses it.
         """
-        turns = [*self.turns, {"role": "user", "content": question}]
+        turns: list[dict[str, Any]] = [*self.turns, {"role": "user", "content": question}]
+        if self.images and not self.turns:
+            turns[0] |= {"content": IMAGE * len(self.images) + question, "images": self.images}
         tokens = self._encode(turns)
         if len(tokens) >= self.context_tokens:
             raise RequestError(
@@ -110,14 +118,15 @@ class Chat:
             return f"cut off after {len(answer)} tokens; --max-new-tokens allows more, up to the context's size"
         return None if text else "the model gave an empty answer, which is not kept"
 
-    def _keep(self, turns: list[dict[str, str]], answer: str) -> None:
+    def _keep(self, turns: list[dict[str, Any]], answer: str) -> None:
         if answer:  # a template may refuse an empty turn
             self.turns = [*turns, {"role": "assistant", "content": answer}]
 
-    def _encode(self, turns: list[dict[str, str]]) -> list[int]:
+    def _encode(self, turns: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation, ready for the answer."""
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation(messages=[*system, *turns]))
+        conversation = Conversation(messages=[*system, *turns])
+        return ConversationRenderer(self.tokenizer).prompt_tokens(conversation, self.processor)
 
     def _generate(self, tokens: list[int], show: Callable[[str, bool], None]) -> list[int]:
         """Generate an answer and show its text piece by piece; return the new tokens."""
@@ -131,6 +140,11 @@ class Chat:
         sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": settings.top_k or 0}
         greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         prompt = torch.tensor([tokens], device=device)
+        seen: dict[str, Any] = {}
+        if self.processor is not None:
+            pictures = [open_image(reference_to(image)) for image in self.images]
+            seen = self.processor.pixels(pictures) | self.processor.token_types(prompt.cpu())
+            seen = {name: tensor.to(device) for name, tensor in seen.items()}
         with (
             torch.inference_mode(),
             torch.autocast(device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None),
@@ -138,6 +152,7 @@ class Chat:
             rows = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
+                **seen,
                 max_new_tokens=min(sampling.max_new_tokens, self.context_tokens - len(tokens)),
                 eos_token_id=self.stop_ids,
                 pad_token_id=self.stop_ids[0],  # nothing is padded, but transformers warns without it
@@ -149,9 +164,12 @@ class Chat:
         return new_tokens
 
 
-def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> tuple[Chat, str]:
+def load_chat(
+    target: Target, sampling: Sampling, system: str | None = None, images: Sequence[Path] = ()
+) -> tuple[Chat, str]:
     """Load a target; return a chat and its description. `system` replaces the run's system prompt; '' removes it.
 
+    `images` are shown with the first question.
     Raises: RequestError, DataError (the template or tokenizer differs from training), DoesNotFitError.
     """
     from transformers.utils.logging import disable_progress_bar
@@ -168,6 +186,9 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
             "conversations, or save the template as chat_template.jinja next to the tokenizer",
             problem_id="tokenizer-no-template",
         )
+    processor = None
+    if images:
+        processor = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
     placement = place(config, target.folder, num_processes=1)
     system_prompt = config.dataset.system_prompt if system is None else system or None
     model, autocast = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)
@@ -178,6 +199,8 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
         sampling=sampling,
         autocast_dtype=autocast if uses_gpu(config) else None,  # a CPU computes fastest in the weights' own format
         system_prompt=system_prompt,
+        processor=processor,
+        images=[_read_image(file) for file in images],
     )
     chat.reset()
     source = f"those of the run {trained.run}" if trained else "the model's own, and not compared with a run"
@@ -188,8 +211,22 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
     )
 
 
+def _read_image(file: Path) -> dict[str, Any]:
+    try:
+        return ImageReader(folder=Path.cwd()).read(str(file), "--image")
+    except DocumentError as error:
+        raise RequestError(error.message, problem_id="chat-image") from error
+
+
 def chat_command(
-    target: str, outputs: Path, *, question: str | None, is_model: bool, system: str | None, sampling: Sampling
+    target: str,
+    outputs: Path,
+    *,
+    question: str | None,
+    is_model: bool,
+    system: str | None,
+    sampling: Sampling,
+    images: Sequence[Path] = (),
 ) -> None:
     """Chat with a run, a checkpoint, a model folder or a model on the hub, or answer one question.
 
@@ -202,7 +239,7 @@ def chat_command(
     model = find_target(target, outputs, is_model=is_model)
     with quiet_libraries():
         with Console(stderr=True).status(Text(f"loading {model.name}")):
-            chat, description = load_chat(model, sampling, system)
+            chat, description = load_chat(model, sampling, system, images)
         if question is None:
             with suppress(ImportError):  # Python may lack it: no arrow keys or history
                 import readline  # noqa: F401

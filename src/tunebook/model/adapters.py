@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, PeftMethod
-from tunebook.config.model_facts import is_in_modules, modules_pattern, unreached_of
+from tunebook.config.model_facts import frozen_modules, unreached_of
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
@@ -28,10 +29,10 @@ def adapter_config(
 ) -> LoraConfig | None:
     """PEFT's configuration; None for full fine-tuning. Without `target_modules`, every linear layer except the head.
 
-    Parts that text does not use get no adapter, since it would have no gradient. The embeddings of `added_tokens` in
+    Parts that are not in `model.train` get no adapter. The embeddings of `added_tokens` in
     `base` are trained, and their rows of an untied head.
     """
-    settings, unreached = config.peft, unreached_of(config.model.facts)
+    settings = config.peft
     if settings.method is PeftMethod.full:
         return None
     from peft import LoraConfig
@@ -43,7 +44,7 @@ def adapter_config(
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
         target_parameters=list(settings.target_parameters) or None,
-        exclude_modules=modules_pattern(unreached) if unreached else None,
+        exclude_modules=frozen_modules(unreached_of(config.model.facts), config.model.train),
         modules_to_save=list(settings.modules_to_save) or None,
         use_rslora=settings.use_rslora,
         rank_pattern=dict(settings.rank_pattern),
@@ -107,14 +108,15 @@ def four_bit(config: RunConfig) -> Any:
     )
 
 
-def freeze_unreached(config: RunConfig, model: Any) -> None:
-    """Freeze the parts that text does not use.
+def freeze_parts(config: RunConfig, model: Any) -> None:
+    """Freeze the parts that are not in `model.train`.
 
-    They get no gradient. DDP would wait for it forever, and DeepSpeed would take it as zero and apply weight decay.
+    Those that text does not reach get no gradient from it. DDP would wait for it forever, and DeepSpeed would take it
+    as zero and apply weight decay.
     """
-    unreached = unreached_of(config.model.facts)
+    frozen = frozen_modules(unreached_of(config.model.facts), config.model.train)
     for name, parameter in model.named_parameters():
-        if is_in_modules(unreached, name):
+        if frozen is not None and re.fullmatch(frozen, name):
             parameter.requires_grad_(False)
 
 

@@ -135,13 +135,8 @@ def planned_architecture(model: ModelConfig) -> PretrainedConfig:
 def architecture_from_facts(facts: ModelFacts) -> PretrainedConfig:
     """An architecture with the planned sizes, for random weights where no hub can be reached."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    types = {
-        name: kind
-        for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-        for name in ([names] if isinstance(names, str) else names)
-    }
+    types = {name: kind for kind, name in known_classes()}
     if facts.architecture not in types:
         raise RequestError(
             f"model.facts.architecture={facts.architecture} is not known to the installed transformers",
@@ -312,10 +307,37 @@ def largest(stated: Any) -> Any:
     return max(stated) if isinstance(stated, list) else stated
 
 
-def _loader() -> Any:
-    from transformers import AutoModelForCausalLM
+def auto_class(architecture: PretrainedConfig) -> Any:
+    """transformers' loader for an architecture: that of text, or of images and text where there is no other."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as names
 
-    return AutoModelForCausalLM  # its methods are untyped upstream
+    kind = architecture.model_type
+    is_text = kind in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(architecture, "auto_map")
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
+def is_image_class(name: str) -> bool:
+    """Whether `auto_class` loads this class as one of images and text."""
+    from transformers.models.auto import modeling_auto as names
+
+    return (
+        name in names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+        and name not in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+
+
+def known_classes() -> list[tuple[str, str]]:
+    """The types of models that `auto_class` may load, each with the name of a class."""
+    from transformers.models.auto import modeling_auto as names
+
+    tables = (names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return [
+        (kind, name)
+        for table in tables
+        for kind, classes in table.items()
+        for name in ([classes] if isinstance(classes, str) else classes)
+    ]
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
@@ -339,7 +361,7 @@ def _without_weights(
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model: PreTrainedModel = _loader().from_config(
+        model: PreTrainedModel = auto_class(architecture).from_config(
             copy.deepcopy(architecture), dtype=dtype or master_dtype(config), **_options(config)
         )
     model.tie_weights()
@@ -385,7 +407,7 @@ def _read(
         options["device_map"] = {"": device}
     location = model_location(config.model)
     try:
-        model, info = _loader().from_pretrained(
+        model, info = auto_class(architecture).from_pretrained(
             location,
             revision=config.model.revision,
             config=architecture,

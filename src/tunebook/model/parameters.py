@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from tunebook.config.choices import PeftMethod
+from tunebook.config.choices import ModelPart, PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
 
@@ -51,10 +51,14 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     """Count a configuration's parameters."""
     embeddings = facts.vocab_size * facts.hidden_size
     if config.peft.method is PeftMethod.full:
-        unreached = _unreached(facts)
+        outside = _unreached(facts)  # the tower for images, and the small projector
+        language = facts.num_parameters - outside
+        trained = language * (ModelPart.language in config.model.train) + outside * (
+            ModelPart.vision in config.model.train
+        )
         return Parameters(
-            trained=facts.num_parameters - unreached,
-            frozen=unreached,
+            trained=trained,
+            frozen=facts.num_parameters - trained,
             layers=_in_layers(facts),
             linear=_in_linear_layers(facts),
             embeddings=embeddings,

@@ -19,7 +19,13 @@ from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.files import sha256_text
-from tunebook.model.tokenizer_files import CHATML_TOKENS, read_chat_template, read_json_file, tokenizer_folder
+from tunebook.model.tokenizer_files import (
+    CHATML_TOKENS,
+    PROCESSOR_TEMPLATE_FILE,
+    read_chat_template,
+    read_json_file,
+    tokenizer_folder,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,6 +177,9 @@ def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
             "tokenizer with model.tokenizer=DIR",
             problem_id="tokenizer-broken",
         ) from error
+    file = folder / PROCESSOR_TEMPLATE_FILE
+    if tokenizer.chat_template is None and file.is_file():
+        tokenizer.chat_template = read_json_file(file).get("chat_template")
     return tokenizer
 
 

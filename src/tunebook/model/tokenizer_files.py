@@ -36,10 +36,13 @@ VOCABULARY_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"  # of older models for images, whose tokenizers have no template
+# Of a model for images and text, how it reads images
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Other files that affect the tokens of a text, or the token that ends a turn.
 _SETTINGS_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "generation_config.json",
-    "chat_template.jinja", "chat_template.json",
+    "chat_template.jinja", PROCESSOR_TEMPLATE_FILE, *PROCESSOR_FILES,
 )  # fmt: skip
 _PATTERNS = (*VOCABULARY_FILES, *_SETTINGS_FILES, "*.tiktoken", "additional_chat_templates/*", "config.json")
 
@@ -77,6 +80,11 @@ def tokenizer_folder(model: ModelConfig) -> Path:
         "model.tokenizer=DIR or organization/name",
         problem_id="tokenizer-not-found",
     )
+
+
+def processor_files(folder: Path) -> list[Path]:
+    """The files in a model's folder that say how it reads images."""
+    return [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
 
 
 def tokenizer_files_hash(model: ModelConfig) -> str:

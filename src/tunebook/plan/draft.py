@@ -122,7 +122,7 @@ def draft_run(
         is_default = composition.set_by("training.max_length") is None
         draft.resolution = resolve_auto(composition.config, machine, is_default_length=is_default)
         config = draft.resolution.config
-        found = [*check(config, composition.set_by), *located(parent_problems, composition.set_by)]
+        found = [*check(config, composition.set_by), *parent_problems]
         draft.problems = sorted(found, key=lambda problem: not problem.is_error)
         if not any(problem.is_error for problem in draft.problems):
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
@@ -169,7 +169,7 @@ def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:
 
 def _replaced_by_run(draft: Draft, model: ModelConfig) -> list[Problem]:
     """What the user has typed and `model.run` would replace."""
-    typed = {word.partition("=")[0] for word in draft.overrides}
+    typed = {word.partition("=")[0]: word for word in draft.overrides}
     values = {
         "model": "model.run" not in typed,  # else it is what the run is planned by before the other one is there
         "model.name": model.name,
@@ -180,7 +180,7 @@ def _replaced_by_run(draft: Draft, model: ModelConfig) -> list[Problem]:
     fix = "model.run=null model.name=null" if model.path and model.name else "model.run=null"
     message = f"model.run={model.run} names the model, with its weights"
     return [
-        Problem(id="model-named-by-run", key=key, message=message, fix=fix)
+        Problem(id="model-named-by-run", key=key, message=message, fix=fix, place=f"override '{typed[key]}'")
         for key, value in values.items()
         if value and key in typed
     ]

@@ -21,6 +21,7 @@ class SampledBatches(Trainer):
     """Trains on this rank's micro-batches of prepared documents. Use before a trainer of TRL among the bases."""
 
     rows: type[DocumentRows] = DocumentRows
+    num_loader_workers: int = 0  # processes that make batches ahead of time; 0: none
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class SampledBatches(Trainer):
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,
             collate_fn=self.data_collator,
+            num_workers=self.num_loader_workers,
             pin_memory=torch.cuda.is_available(),
         )
 

@@ -26,7 +26,7 @@ from tunebook.facts.methods import method_facts
 from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import (
     adapter_config,
-    freeze_unreached,
+    freeze_parts,
     keep_in_fp32,
     require_known_names,
     trains_in_fp32,
@@ -117,7 +117,7 @@ def _load(
     clock.passed("join_ranks")
     model = finish_loading(config, begun, arguments.process_index, arguments.device)
     if config.peft.method is PeftMethod.full:
-        freeze_unreached(config, model)
+        freeze_parts(config, model)
     sequence = join_sequence_group(config)
     if sequence is not None:
         attend_over_group(config, sequence, model.config)

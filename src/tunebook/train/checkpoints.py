@@ -32,6 +32,7 @@ class CompleteCheckpoints(RecordedLogs):
 
     def __init__(self, *args: Any, saver: CheckpointSaver, **kwargs: Any) -> None:
         self.saver = saver
+        self.processor_files: list[Path] = []  # saved with the model: how it reads images
         self.best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
         self.stopping: StopOnRequest | None = None
         self._written: Hyperparameters = []  # run.yaml's, before a checkpoint is loaded
@@ -61,8 +62,13 @@ class CompleteCheckpoints(RecordedLogs):
         self.saver.finish(step, self.state.best_global_step)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As upstream. An adapter gets generation settings, too: the base's may not end answers where training does."""
+        """As upstream, with the files that say how the model reads images.
+
+        An adapter gets generation settings, too: the base's may not end answers where training does.
+        """
         super()._save(output_dir, state_dict)
+        for file in self.processor_files:
+            shutil.copyfile(file, Path(output_dir or str(self.args.output_dir)) / file.name)
         if is_peft_model(self.model):
             model: Any = self.model
             model.generation_config.save_pretrained(output_dir or self.args.output_dir)

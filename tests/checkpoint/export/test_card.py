@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tunebook.checkpoint.export.card import ExportOrigin
 from tunebook.checkpoint.export.card import card as make_card
-from tunebook.config.frozen import load_config
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.model_facts import facts_of_hub_name
 from tunebook.evaluate.target import bare_config, find_target
 from tunebook.model.load import load_architecture
 from tunebook.record.model_origin import origin_of
@@ -97,6 +98,17 @@ def test_an_adapters_card_says_how_to_load_it(card: Any, lora_run: Path) -> None
     assert yaml.safe_load(text.split("---")[1])["library_name"] == "peft"
     assert "AutoPeftModelForCausalLM.from_pretrained(folder)" in text
     assert "| lora | rank 4, alpha 8 |" in text
+
+
+def test_a_card_of_a_model_for_images_loads_its_class(card: Any, lora_run: Path) -> None:
+    file = lora_run / "run.yaml"
+    config = load_config(file)
+    facts = facts_of_hub_name("Qwen/Qwen2.5-VL-3B-Instruct")
+    file.write_text(config_to_yaml(replace(config, model=replace(config.model, facts=facts))))
+    text = card(3, run=lora_run, is_adapter=True)
+    assert "base = AutoModelForImageTextToText.from_pretrained(" in text
+    assert "PeftModel.from_pretrained(base, folder)" in text and "CausalLM" not in text
+    assert "AutoModelForImageTextToText.from_pretrained(folder)" in card(3, run=lora_run)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks transformers for it

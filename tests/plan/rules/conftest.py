@@ -1,4 +1,4 @@
-"""Models in folders, whose config.json the rules read."""
+"""Models in folders, whose config.json the rules read, and documents with images."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ def in_a_folder_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, config in MODELS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "images.jsonl").write_text('{"messages": [], "images": ["a.png"]}\n')
     monkeypatch.chdir(tmp_path)

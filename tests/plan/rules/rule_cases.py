@@ -15,6 +15,7 @@ from tunebook.config.choices import (
     Generation,
     LauncherName,
     MasterWeights,
+    ModelPart,
     Offload,
     OptimizerName,
     Overlong,
@@ -134,6 +135,8 @@ CASES = [
     Case("model-not-named", "model", {"model.path": "book:recipes/quickstart/model"}),
     Case("model-folder", "model.path", folder("not/there")),
     Case("model-not-causal", "model.path", folder("masked")),
+    Case("model-parts", "model.train", {"model.train": []}),
+    Case("model-parts", "model.train", {"model.train": [ModelPart.language, ModelPart.vision]}),
     Case("length-beyond-model", "training.max_length", LONG),
     Case("yarn-not-possible", "model.yarn_original_positions", {"model.yarn_original_positions": 1024}),
     Case("yarn-not-possible", "model.yarn_factor", {"model.yarn_factor": 2.0}, GPT2),
@@ -141,6 +144,11 @@ CASES = [
     Case("chat-template-not-found", "model.chat_template", {"model.chat_template": "trl:nonesuch"}),
     # data
     Case("dataset-source", "dataset.name", {"dataset.name": None}),
+    Case(
+        "images-not-planned",
+        "model.train",
+        {"dataset.source": Source.files, "dataset.name": None, "dataset.path": "images.jsonl"},
+    ),
     Case("dataset-source", "dataset.path", {"dataset.source": Source.files, "dataset.name": None}),
     Case("dataset-source", "dataset.parts.chat.path", mixture(chat=MixturePart())),
     Case("dataset-source", "dataset.parts.all.parts", mixture(all=MixturePart(source=Source.mixture))),

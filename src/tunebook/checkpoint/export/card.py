@@ -16,6 +16,7 @@ from tunebook.checkpoint.export.write import Written
 from tunebook.config.book import BOOK_PREFIX
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.schema import RunConfig, world_size
+from tunebook.model.load import is_image_class
 from tunebook.record.model_origin import ORIGIN_FILE, Origin
 from tunebook.record.page.numbers import Unit
 from tunebook.record.run_record import RunRecord
@@ -60,7 +61,10 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
 def _usage(origin: ExportOrigin, config: RunConfig) -> str:
     """Python code that loads the folder and generates an answer."""
     model_class, package = "AutoModelForCausalLM", "transformers"
-    if origin.is_adapter:
+    is_of_images = config.model.facts is not None and is_image_class(config.model.facts.architecture)
+    if is_of_images:
+        model_class = "AutoModelForImageTextToText"
+    elif origin.is_adapter:
         model_class, package = "AutoPeftModelForCausalLM", "peft"
     keywords = "".join(f", {key}={value!r}" for key, value in origin.base_keywords.items() if origin.is_adapter)
     inputs = 'tokenizer("...", return_tensors="pt")'
@@ -70,12 +74,19 @@ def _usage(origin: ExportOrigin, config: RunConfig) -> str:
             turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
         options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
         inputs = f"tokenizer.apply_chat_template({turns}, {options})"
-    return f"""from {package} import {model_class}
-from transformers import AutoTokenizer
+    load = f"model = {model_class}.from_pretrained(folder{keywords})"
+    imports = f"from {package} import {model_class}\nfrom transformers import AutoTokenizer"
+    if is_of_images and origin.is_adapter:  # PEFT has no class for it
+        imports = f"from peft import PeftConfig, PeftModel\nfrom transformers import {model_class}, AutoTokenizer"
+        load = (
+            f"base = {model_class}.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path"
+            f"{keywords})\nmodel = PeftModel.from_pretrained(base, folder)"
+        )
+    return f"""{imports}
 
 folder = "."  # or this model's name on the hub
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = {model_class}.from_pretrained(folder{keywords})
+{load}
 inputs = {inputs}
 answer = model.generate(**inputs, max_new_tokens=256)
 print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,6 +28,7 @@ from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
 from tunebook.model.adapters import adapter_config, require_whole_adapter
 from tunebook.model.load import (
     attention_option,
+    auto_class,
     fit_embeddings,
     forget_unused_conversions,
     load_architecture,
@@ -58,14 +58,13 @@ def skeleton_of(config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerB
 
     Raises: RequestError for a base model that cannot be reached.
     """
-    loader: Any = AutoModelForCausalLM
     trust = config.model.trust_remote_code
     if config.peft.method is PeftMethod.full and (folder / "config.json").is_file():
         architecture = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
     else:
         architecture = copy.deepcopy(load_architecture(config.model))
     with no_init_weights():
-        model: PreTrainedModel = loader.from_config(
+        model: PreTrainedModel = auto_class(architecture).from_config(
             architecture,
             trust_remote_code=trust,
             attn_implementation=attention_option(config.attention.implementation),

@@ -55,6 +55,7 @@ from tunebook.model.base_config import read_dtype
 from tunebook.model.load import load_architecture
 from tunebook.model.positions import stretched_keys
 from tunebook.model.tokenizer import agree_on_tokens
+from tunebook.model.tokenizer_files import processor_files
 from tunebook.record.manifest import read_manifest
 from tunebook.record.model_origin import check_base, check_bound, origin_of, write_origin
 from tunebook.record.run_folder import RUN_FILE, resolve_run
@@ -197,6 +198,8 @@ def _write(
                 shutil.copy2(file, folder)
         written = compare(folder, trained, cast, config)
     tokenizer.save_pretrained(str(folder))
+    for file in processor_files(stored):
+        shutil.copyfile(file, folder / file.name)
     for file in folder.iterdir():
         apply_umask(file)
     origin = ExportOrigin(

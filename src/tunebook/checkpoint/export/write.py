@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tunebook.checkpoint.export.model import in_format, most_frequent
 from tunebook.checkpoint.export.weights import ADAPTER_WEIGHTS, Weights
@@ -26,7 +26,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.files import flush_folder
 from tunebook.hardware.disk import is_disk_full, no_space, require_space
-from tunebook.model.load import attention_option
+from tunebook.model.load import attention_option, auto_class
 from tunebook.parallel.wrapped import format_name
 
 if TYPE_CHECKING:
@@ -115,12 +115,13 @@ def compare(folder: Path, trained: torch.Tensor, cast: torch.Tensor, config: Run
     Raises: DifferenceError beyond rounding.
     """
     gc.collect()  # one model is in memory at a time
-    loader: Any = AutoModelForCausalLM
-    written, info = loader.from_pretrained(
+    trust = config.model.trust_remote_code
+    architecture = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
+    written, info = auto_class(architecture).from_pretrained(
         str(folder),
         dtype="auto",
         output_loading_info=True,
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trust,
         attn_implementation=attention_option(config.attention.implementation),
     )
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:

@@ -15,9 +15,8 @@ from unittest import mock
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, masking_utils
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tunebook.config.choices import Attention
 from tunebook.config.model_facts import LayerFacts, ModelFacts, outermost_modules
@@ -26,7 +25,7 @@ from tunebook.facts.architectures import CHOSEN_EXPERTS
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITH_SINKS, WITHOUT_KERNEL
 from tunebook.model.base_config import DTYPES, broken_config
 from tunebook.model.linear_attention import isolate_documents, packages_for_packing
-from tunebook.model.load import architecture_from_facts, largest
+from tunebook.model.load import architecture_from_facts, auto_class, known_classes, largest
 from tunebook.plan.architecture.layers import decoder_layers, quiet, text_decoder
 from tunebook.plan.architecture.packing import isolation_of
 from tunebook.plan.architecture.targets import adapters_of, is_linear
@@ -45,11 +44,12 @@ def describe_file(config_file: Path, *, trust_remote_code: bool) -> ModelFacts:
     stated = json.loads(config_file.read_text(encoding="utf-8"))
     kind = str(stated.get("model_type"))
     has_code = trust_remote_code and isinstance(stated.get("auto_map"), dict)
-    if not has_code and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    kinds = {kind for kind, _ in known_classes()}
+    if not has_code and kind not in kinds:
         raise RequestError(
             f"{config_file}: transformers {installed_version('transformers')} has no causal language model with "
             f"model_type={kind}; correct it in the file, use a newer transformers, or set model.trust_remote_code=true "
-            f"if the model brings its own code.{did_you_mean(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}",
+            f"if the model brings its own code.{did_you_mean(kind, kinds)}",
             problem_id="unknown-architecture",
         )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -245,7 +245,7 @@ def _pass(config: Any, options: dict[str, Any]) -> tuple[Any, set[str], list[dic
 
 
 def _build(config: Any, options: dict[str, Any], attention: str) -> Any:
-    loader: Any = AutoModelForCausalLM
+    loader = auto_class(config)
     with torch.device("meta"), no_init_weights():  # some initializers fail on a tensor without memory
         model = loader.from_config(copy.deepcopy(config), attn_implementation=attention, **options)
     model.tie_weights()

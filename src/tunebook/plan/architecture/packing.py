@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from tunebook.config.choices import Compute
 from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.facts.attention import BY_DOCUMENT, WITHOUT_KERNEL
 from tunebook.model.linear_attention import isolate_documents
+from tunebook.model.load import auto_class
 from tunebook.model.varlen_attention import register
 from tunebook.plan.architecture.layers import quiet, shortened, stated_kinds
 from tunebook.train.isolation import leaks, measure_isolation, tolerance
@@ -59,7 +59,7 @@ def isolation_of(architecture: Any, config: Any, *, has_experts: bool) -> dict[s
 
 def small_model(config: Any, attention: str) -> Any:
     """A small model like `config`; None if it cannot be made small."""
-    loader: Any = AutoModelForCausalLM
+    loader = auto_class(config)
     options = {"attn_implementation": attention, "dtype": torch.float32, "trust_remote_code": False}
     try:
         with quiet(), torch.random.fork_rng(devices=[]):

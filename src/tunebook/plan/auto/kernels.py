@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod
 from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.data.sources import begins_with_images
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     SINK_ARCHITECTURES,
@@ -126,6 +127,8 @@ def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, st
     image = GENERATIONS[config.hardware.generation].image
     if not method_facts(config).may_pack:
         return PackingMode.padded, f"method={config.method.name} takes padded rows, as TRL's trainer"
+    if begins_with_images(config.dataset):
+        return PackingMode.padded, "the documents have images, and packed rows were not proven to keep these apart"
     if isolates(config) is False:
         return PackingMode.padded, "the architecture cannot keep packed documents apart"
     version_of = image.state_kernels.__contains__ if is_planned else installed_version

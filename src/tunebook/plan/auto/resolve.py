@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod, Switch
+from tunebook.config.choices import Compute, Generation, MasterWeights, ModelPart, PeftMethod, Switch
 from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig, starts_elsewhere
+from tunebook.data.sources import begins_with_images
 from tunebook.errors import Problem
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.methods import method_facts
@@ -76,7 +77,8 @@ def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool
     problem = hardware_problem(resolved, machine)
     is_planned = problem is not None or starts_elsewhere(resolved)
     _decide_precision(decisions)
-    missing, may_pack = None if is_planned else machine.missing_for_triton, method_facts(resolved).may_pack
+    missing = None if is_planned else machine.missing_for_triton
+    may_pack = method_facts(resolved).may_pack and not begins_with_images(resolved.dataset)
     if not may_pack:  # compiling and attention depend on it
         decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
     decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
@@ -107,9 +109,10 @@ def _decide_size(decisions: Decisions, *, is_default_length: bool) -> None:
 
 
 def _note_unreached(decisions: Decisions) -> None:
-    """Record which parts of the model are not trained because text does not reach them."""
+    """Record which parts of the model are not trained: text does not reach them, and `model.train` names none."""
     facts = decisions.config.model.facts
-    if facts is not None and facts.measured is not None and (parts := unreached_of(facts)):
+    is_language = decisions.config.model.train == [ModelPart.language]
+    if facts is not None and facts.measured is not None and is_language and (parts := unreached_of(facts)):
         number = f"{facts.measured.unreached_parameters:,} of {facts.num_parameters:,}"
         why = f"not trained: text does not reach these {number} parameters"
         decisions.choices.append(Choice(key="model.facts.unreached", value=", ".join(parts), why=why))

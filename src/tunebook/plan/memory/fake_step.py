@@ -25,7 +25,6 @@ from peft import get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward  # Tensor.backward would leave CudaFunctions during recomputation
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from tunebook.config.model_facts import unreached_of
@@ -33,9 +32,10 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
 from tunebook.model.adapted_products import share_inputs
-from tunebook.model.adapters import adapter_config, freeze_unreached
+from tunebook.model.adapters import adapter_config, freeze_parts
 from tunebook.model.blocks import block_forward, compile_layers
 from tunebook.model.fp8 import convert_frozen_to_fp8, layers_for_fp8
+from tunebook.model.load import auto_class
 from tunebook.model.offloading import offload_activations
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
@@ -89,7 +89,7 @@ class FakeStep:
 
     def _build(self, config: RunConfig, architecture: Any) -> None:
         mode = self._mode
-        loader: Any = AutoModelForCausalLM
+        loader = auto_class(architecture)
         self._register()
         options = {"dtype": getattr(torch, mode.weights), "trust_remote_code": config.model.trust_remote_code}
         with no_init_weights():  # some initializers fail on a tensor without memory
@@ -101,7 +101,7 @@ class FakeStep:
         causal.tie_weights()
         self._causal, self._decoder = causal, text_decoder(causal)
         self._layers = decoder_layers(self._decoder, len(self._places))
-        freeze_unreached(config, causal)
+        freeze_parts(config, causal)
         if mode.quantized and not mode.compiled:
             head = causal.get_output_embeddings()
             linear: list[Any] = [each for each in self._layers.modules() if isinstance(each, nn.Linear)]
@@ -319,7 +319,7 @@ def _kinds_and_places(architecture: Any, num_first: int = 1) -> tuple[list[Any],
 
 
 def _kinds(architecture: Any) -> list[Any]:
-    loader: Any = AutoModelForCausalLM
+    loader = auto_class(architecture)
     with warnings.catch_warnings(action="ignore"), torch.device("meta"):
         model = loader.from_config(copy.deepcopy(architecture), trust_remote_code=True)
     layers = decoder_layers(text_decoder(model), architecture.get_text_config(decoder=True).num_hidden_layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunebook.config.book import TRAINING_TEMPLATE
+from tunebook.config.choices import ModelPart
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.errors import RequestError
 from tunebook.model.base_config import model_folder_problem, non_causal_reason
@@ -39,6 +40,17 @@ def model_not_causal(config: RunConfig) -> Iterator[Finding]:
     """
     if reason := non_causal_reason(config.model):
         yield Finding(reason, "model.path" if config.model.path else "model.name")
+
+
+@rule("model-parts", "model.train", "'model.train=[language]'")
+def model_parts(config: RunConfig) -> Iterator[str]:
+    """Require a part to train, and that a model whose facts are known has the parts for images that are named."""
+    facts, parts = config.model.facts, config.model.train
+    if not parts:
+        yield "it names no part to train"
+    others = [part.name for part in parts if part is not ModelPart.language]
+    if others and facts is not None and facts.measured is not None and not facts.unreached:
+        yield f"{facts.architecture} has no {' and no '.join(others)}: it reads text alone"
 
 
 @rule("length-beyond-model", "training.max_length")

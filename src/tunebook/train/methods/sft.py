@@ -15,6 +15,9 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from tunebook.errors import RequestError
+from tunebook.model.processor import load_image_processor
+from tunebook.model.tokenizer_files import processor_files, tokenizer_folder
+from tunebook.train.image_batches import IMAGE_WORKERS, ImageCollator, needs_image_in_each
 from tunebook.train.methods.trainer import MethodTrainer, Run
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.sequence import SequenceGroup
@@ -27,7 +30,15 @@ def trainer_config(arguments: dict[str, Any]) -> SFTConfig:
 
 def build(run: Run, **arguments: Any) -> RecipeTrainer:
     """The trainer of a run."""
-    return RecipeTrainer(**arguments, has_one_pass_head=bool(run.config.model.one_pass_head), sequence=run.sequence)
+    trainer = RecipeTrainer(**arguments, has_one_pass_head=bool(run.config.model.one_pass_head), sequence=run.sequence)
+    if run.prepared.has_images:
+        config, tokenizer = run.config, arguments["processing_class"]
+        processor = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
+        trainer.num_loader_workers = IMAGE_WORKERS
+        trainer.processor_files = processor_files(tokenizer_folder(config.model))
+        needs_image = needs_image_in_each(config)
+        trainer.data_collator = ImageCollator(trainer.data_collator, processor, needs_image=needs_image)
+    return trainer
 
 
 class RecipeTrainer(MethodTrainer, SFTTrainer):

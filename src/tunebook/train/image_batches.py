@@ -1,0 +1,55 @@
+"""Batches of rows with images: the pixels are read from the files of the images when a batch is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tunebook.config.choices import ModelPart
+from tunebook.config.schema import RunConfig
+from tunebook.data.corpus import IGNORED_LABEL
+from tunebook.data.images import open_image
+from tunebook.data.sampler import IMAGES
+from tunebook.facts.strategies import strategy_facts
+from tunebook.model.processor import ImageProcessor
+
+IMAGE_WORKERS = 2  # processes of each rank that read images
+Rows = list[dict[str, Any]]
+Collate = Callable[[Rows], dict[str, Any]]
+
+
+def needs_image_in_each(config: RunConfig) -> bool:
+    """Whether every pass has to run the parts for images, since the ranks exchange their weights or gradients."""
+    return strategy_facts(config).divides_weights or set(config.model.train) != {ModelPart.language}
+
+
+class ImageCollator:
+    """Adds the images of the rows to the batch of their tokens.
+
+    With `needs_image`, a batch without an image gets a small one after the end of its first row. The loss does not
+    count it, and no token before it sees it.
+    """
+
+    def __init__(self, collate: Collate, processor: ImageProcessor, *, needs_image: bool = False) -> None:
+        self._collate, self._processor, self._needs_image = collate, processor, needs_image
+
+    def __call__(self, rows: Rows) -> dict[str, Any]:
+        """The batch of tokens, with pixels and the kinds of tokens as the model reads them."""
+        images = [open_image(reference) for row in rows for reference in row.get(IMAGES, ())]
+        if not images and self._needs_image:
+            ids, blank = self._processor.blank()
+            images, rows = [blank], [_extended(rows[0], ids), *rows[1:]]
+        batch = self._collate(rows)
+        batch |= self._processor.token_types(batch["input_ids"])
+        return batch | self._processor.pixels(images) if images else batch
+
+
+def _extended(row: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    ignored = np.full(len(ids), IGNORED_LABEL)
+    return row | {
+        "input_ids": np.concatenate([row["input_ids"], ids]),
+        "labels": np.concatenate([row["labels"], ignored]),
+        "seq_lengths": [*row["seq_lengths"], len(ids)],
+    }
