@@ -84,13 +84,14 @@ class Corpus:
         flops = flops_per_token(self.facts, attended, num_trained_parameters)
         return round(model_flops_utilization(tokens_per_second_per_gpu, flops, PEAK_TFLOPS), 4)
 
-    def write_model(self, folder: Path) -> None:
-        """The model's config.json, its tokenizer, and the documents, `{"input_ids": ...}` a line."""
+    def write_model(self, folder: Path, *, pairs: bool = False) -> None:
+        """The model's config.json, its tokenizer, and the documents, `{"input_ids": ...}` a line, or the pairs."""
         from tunebook.model.load import architecture_from_facts
 
         self.write_tokenizer(folder)
         architecture_from_facts(self.facts).save_pretrained(folder)
-        write_lines(folder / "documents.jsonl", ({"input_ids": ids} for ids in self.documents))
+        documents = self.pairs if pairs else ({"input_ids": ids} for ids in self.documents)
+        write_lines(folder / "documents.jsonl", documents)
 
     def write_texts(self, folder: Path) -> None:
         """One line a document, `{"text": ...}`, alone in its folder; the reader appends EOS."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_queue import require_gpus
-from lines import Line, add_line, write_lines
+from lines import Line, add_line
 from peer_documents import EQUAL, SHORT, TINY, Corpus, folders_of, last_words, median_speed, peer_parser, run_peer
 
 from tunebook.config.schema import SyntheticConfig
@@ -106,9 +106,7 @@ def measure(peer: str, name: str, variant: Variant, asked: argparse.Namespace, w
     log = asked.output.parent / f"{peer}-{name}.txt"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        corpus.write_model(folder)
-        if variant.pairs:
-            write_lines(folder / "documents.jsonl", corpus.pairs)
+        corpus.write_model(folder, pairs=variant.pairs)
         task = {key: getattr(variant, key) for key in ("settings", "length", "weights", "rank", "pairs", "unsloth")}
         task |= {"steps": asked.steps, "weights_folder": str(weights), "started": time.time()}
         (folder / "task.json").write_text(json.dumps(task))

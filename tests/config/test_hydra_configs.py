@@ -16,7 +16,7 @@ from tunebook.config.compose import compose
 from tunebook.config.keys import settings_of
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import GROUPS, ModelConfig, RunConfig
-from tunebook.model.load import architecture_from_facts
+from tunebook.model.load import architecture_from_facts, auto_class
 from tunebook.model.parameters import active_parameters
 from tunebook.plan.architecture import with_layers
 
@@ -214,12 +214,11 @@ def test_layers_attend_to_the_document_or_to_a_window(model: str, full: int, sli
 )
 def test_parameters_are_those_of_the_architecture_itself(model: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
     facts = facts_of(model)
     config = architecture_from_facts(facts)
     with torch.device("meta"):
-        architecture = AutoModelForCausalLM.from_config(config)
+        architecture = auto_class(config).from_config(config)
     assert type(architecture).__name__ == facts.architecture
     assert sum(parameter.numel() for parameter in architecture.parameters()) == facts.num_parameters
     unknown = [key for key in flat_keys(facts.config) if not key_exists(config, key)]

@@ -17,7 +17,7 @@ from tunebook.launch.slurm import check_job
 from tunebook.model.hub import upload_problem
 from tunebook.model.load import check_model
 from tunebook.plan.auto.resolve import Resolution
-from tunebook.plan.draft import Draft
+from tunebook.plan.draft import RUN_NOT_TRAINED, Draft
 from tunebook.train.requirements import check_environment
 
 
@@ -27,6 +27,10 @@ def require_runnable(job: Draft) -> None:
     for error in job.shortcomings:
         if isinstance(error, DoesNotFitError):
             raise error
+    for problem in job.problems:
+        if problem.id == RUN_NOT_TRAINED:
+            run = job.config.model.run
+            raise RequestError(f"model.run={run}: {problem.message}; {problem.fix}", problem_id=problem.id)
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:

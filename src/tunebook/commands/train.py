@@ -24,7 +24,7 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import summary_lines
-from tunebook.errors import RequestError, counted
+from tunebook.errors import counted
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import is_later_node
 from tunebook.launch.local import join_run
@@ -33,7 +33,7 @@ from tunebook.launch.slurm import follow, refuse_if_queued, submit
 from tunebook.launch.supervise import StopRequests
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.auto.decisions import AS_ASKED
-from tunebook.plan.draft import RUN_NOT_TRAINED, Draft, draft_json, estimate_time
+from tunebook.plan.draft import Draft, draft_json, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_warnings
 from tunebook.processes import EarlyStart
@@ -73,9 +73,6 @@ def run_job(
         print_text(f"auto chose {counted(num_choices, 'setting')}: tunebook plan and the report show them", console)
     show_warnings(job.problems, console)
     require_runnable(job)
-    for problem in job.problems:
-        if problem.id == RUN_NOT_TRAINED:
-            raise RequestError(f"model.run={config.model.run}: {problem.message}; {problem.fix}", problem_id=problem.id)
     if folder is not None:
         folder = folder.expanduser().absolute()
     if is_later_node(config):
@@ -113,14 +110,9 @@ def run_job(
                 set_up_folder(job, plan, prepared, folder)
                 clock.passed("run_folder")
                 attempt = Attempt(
-                    config=config,
-                    folder=folder,
-                    lock=lock,
-                    console=console,
-                    requests=requests,
-                    clock=clock,
+                    config=config, folder=folder, lock=lock, console=console, requests=requests, clock=clock,
                     early=early,
-                )
+                )  # fmt: skip
                 return attempt.carry_out()
     # The job holds the folder from here on.
     return follow(job_id, folder, console) if config.launcher.wait else 0

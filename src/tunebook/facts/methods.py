@@ -30,7 +30,7 @@ class Metric:
 class MethodFacts:
     """One method."""
 
-    module: str  # with the class `Trainer` and the function `trainer_config`
+    module: str  # with the functions `trainer_config` and `build`
     reads: str  # what a document of the data is: "documents" or "pairs"
     rows_per_document: int = 1  # in a padded batch
     may_pack: bool = True  # several documents of a step in a row

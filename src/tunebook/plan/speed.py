@@ -182,7 +182,7 @@ def _factors_of_strategy(config: RunConfig) -> Iterator[tuple[float, str]]:
         factor = 0.15 if config.peft.method is PeftMethod.full else 0.5
         yield factor, "states in host memory, known to a factor of three only (h200x2_book_held_out.jsonl)"
     elif config.activation.offload and not is_recomputed(config) and not _recomputes_products(config):
-        yield 0.2, "activations in host memory (h200x2_host_memory.jsonl)"
+        yield 0.2, "activations in host memory, measured before they were copied block by block"
 
 
 def _unmeasured(config: RunConfig, batch: BatchPlan, peak: Peak) -> Iterator[str]:
