@@ -69,7 +69,8 @@ def run_ours(name: str, timeout_s: float, asked: argparse.Namespace) -> Line:
         write_weights(asked.model, asked.models / asked.model, folder / "weights.txt", folders_of())
     write_lines(folder / "cases.jsonl", [case(name, asked)])
     command = [sys.executable, str(_HERE / "gpu_runs.py"), str(folder / "cases.jsonl"), "--output", str(folder),
-               "--timeout-s", str(timeout_s), "--deadline-s", str(timeout_s)]  # fmt: skip
+               "--runs", str(folder / "runs"), "--timeout-s", str(timeout_s),
+               "--deadline-s", str(timeout_s)]  # fmt: skip
     results = folder / "results.jsonl"
     results.unlink(missing_ok=True)
     run_peer(command, folder / "gpu_runs.txt", timeout_s + 30, folders_of())

@@ -27,6 +27,7 @@ WARM_UP_STEPS = 10  # left out of the median speed: compiled layers meet their s
 _RESOLVED = ("model.one_pass_head", "model.compile_layers", "precision.master_weights")  # change what a step computes
 _KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json")
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # the third request makes Tunebook kill its ranks
+_SCORE = ("metric", "value", "stderr", "num_items")
 _TICK_S = 0.05
 _TURNS = Path(__file__).parent / "gpu_turns"
 
@@ -142,7 +143,7 @@ class GpuQueue:
         for name in _KEPT:
             if (folder / name).exists():
                 shutil.copy(folder / name, kept / name)
-        for file in [*folder.glob("outcome-*.json"), *folder.glob("logs/*.log")]:
+        for file in [*folder.glob("outcome-*.json"), *folder.glob("logs/*.log"), *folder.glob("evaluation/*.json")]:
             shutil.copy(file, kept / file.name)
         line = {"name": job.name, "gpus": len(job.gpus), **job.line, "exit_code": exit_code}
         line |= {"ended": run.ended} if run.ended else {}
@@ -174,7 +175,7 @@ def visible(gpus: tuple[int, ...]) -> str:
 
 
 def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
-    """Losses, speed, memory and the wrapper of the model, from the records of a run folder."""
+    """Losses, scores, speed, memory and the wrapper of the model, from the records of a run folder."""
     found: Line = {}
     if (file := folder / "plan.json").exists():
         plan = json.loads(file.read_text())
@@ -184,7 +185,14 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
         found |= {key: manifest.get(key) for key in ("parallelism_found", "leak_probe")}
         found["first_step_s"] = (manifest.get("start_up") or {}).get("first_step_s")  # with its wait for the GPUs
     metrics = folder / "metrics.jsonl"
-    lines = [line for line in read_lines(metrics) if "loss" in line] if metrics.exists() else []
+    recorded = read_lines(metrics) if metrics.exists() else []
+    for line in recorded:  # the last counts
+        found |= {key: value for key, value in line.items() if key.startswith("validation_")}
+    for when in ("before", "after"):
+        if (file := folder / f"{when}.json").exists():
+            tasks = json.loads(file.read_text())["tasks"]
+            found[when] = {name: {key: task[key] for key in _SCORE if key in task} for name, task in tasks.items()}
+    lines = [line for line in recorded if "loss" in line]
     if not lines:
         return found
     timed, last = lines[warm_up_steps:] or lines, lines[-1]

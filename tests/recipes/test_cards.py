@@ -13,7 +13,7 @@ RECIPES = book_root() / "recipes"
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 OWN = {  # without an outside source
     "quickstart", "smollm2_135m_boolq", "smollm2_135m_dpo", "smollm2_135m_lora", "smollm2_135m_tools",
-    "llama31_8b_lora_fp8",
+    "gemma3_270m_boolq", "llama31_8b_lora_fp8",
 }  # fmt: skip
 SECTIONS = ["Claim", "Hardware", "Commands", "What the source reports", "Settings", "Deviations", "Evidence"]
 SOURCES = (

@@ -74,7 +74,7 @@ def test_a_package_with_other_content_is_refused(inputs: ModuleType, tmp_path: P
     for requirement in inputs.PACKAGES:
         (tmp_path / f"{requirement.partition('==')[0].replace('-', '_')}-1.whl").write_text("something else")
     with pytest.raises(SystemExit, match="is not the file that was expected"):
-        inputs.download(tmp_path)
+        inputs.download(inputs.PACKAGES, tmp_path)
 
 
 @pytest.mark.parametrize(
