@@ -36,9 +36,8 @@ train:  ## Train RECIPE, evaluate it and write its report; ARGS=--dry-run only s
 plan:  ## What RECIPE would take: batch, memory per GPU, time; ARGS=--json for programs
 data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
-doctor:  ## Check driver, image, torch, NCCL, links, shared memory and disks, and RECIPE on them; ARGS=--json for programs
 # A file of data in ARGS takes the place of a recipe, unless one is typed, too.
-train plan data sweep doctor:
+train plan data sweep:
 	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(filter %.jsonl %.json %.csv %.parquet,$(value ARGS)),,$(RECIPE))) $(value ARGS)
 
 # ARGS may name what RECIPE names, so RECIPE is passed only if it is typed, or if nothing is.
@@ -47,13 +46,16 @@ fetch:  ## Download what RECIPE needs, to work without a network later; only a s
 
 chat:  ## Talk to the newest finished run, or RECIPE's; ARGS="'Hello'" for one answer
 export:  ## Write the newest run, or RECIPE's, as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
-report:  ## Write the report of the newest run again, or RECIPE's, or of others: ARGS="RUN RUN"
+report:  ## Write the report of the newest run again, or RECIPE's
 verify:  ## Compare the newest run, or RECIPE's, with the recipe's evidence, or another: ARGS=RUN
 chat export report verify:
 	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE)) $(value ARGS)
 
 eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another: ARGS="run=outputs/quickstart/<time>"
 	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),run=$(RECIPE)) $(value ARGS)
+
+doctor:  ## Check driver, image, torch, NCCL, links, shared memory and disks
+	$(FRONT) run doctor $(value ARGS)
 
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)

@@ -15,8 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-NAME = "look-up of the nearest training prompt"
-
 FOLDER = Path(__file__).resolve().parent
 
 # This many training prompts, those sharing the most words, are compared word by word in order.
@@ -76,11 +74,6 @@ def score_lookup(train: Sequence[Conversation], heldout: Sequence[Conversation])
         hits[conversation["task"]].append(lookup.answer(prompt) == answer)
     overall = sum(map(sum, hits.values())) / len(heldout)
     return {"overall": overall} | {task: sum(correct) / len(correct) for task, correct in hits.items()}
-
-
-def score(train_file: Path, heldout_file: Path) -> dict[str, float]:
-    """The look-up's score on two files: what `tasks/quickstart.yaml` names as its baseline."""
-    return score_lookup(read_conversations(train_file), read_conversations(heldout_file))
 
 
 def main() -> None:

@@ -174,11 +174,6 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def ask_to_stop_when_parent_dies() -> None:
-    """Get SIGTERM when the parent dies (Linux only), in a process that has no input."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def die_with_parent() -> None:
     """Be killed when the parent dies (Linux only)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 
 from tunebook.checkpoint.identity import differences, identity_of, require_same
 from tunebook.checkpoint.record import Identity, read_record
-from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
+from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
 from tunebook.config.identity import result_settings
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
@@ -120,7 +120,7 @@ def test_a_model_that_was_moved_is_the_same(identity: Identity) -> None:
 
 ROUND_ROBIN = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
 NVME = ZeroConfig(strategy=Strategy.zero3, offload_optimizer=Offload.nvme)
-SHARDED, FULL = (FsdpConfig(strategy=Strategy.fsdp, state_dict=kind) for kind in (StateDict.sharded, StateDict.full))
+SHARDED = FsdpConfig(strategy=Strategy.fsdp)
 
 
 def identity_with(identity: Identity, config: RunConfig, parallelism: ParallelismConfig, ranks: int = 2) -> Identity:
@@ -142,8 +142,8 @@ def test_shards_are_resharded_for_another_number_of_ranks_but_not_those_on_nvme(
 
 @pytest.mark.parametrize(
     ("saved", "current"),
-    [(ROUND_ROBIN, ZeroConfig(strategy=Strategy.zero2)), (SHARDED, FULL), (SHARDED, ROUND_ROBIN)],
-    ids=["round robin", "state dict", "strategies"],
+    [(ROUND_ROBIN, ZeroConfig(strategy=Strategy.zero2)), (SHARDED, ROUND_ROBIN)],
+    ids=["round robin", "strategies"],
 )
 def test_another_layout_cannot_be_loaded(
     identity: Identity, config: RunConfig, saved: ParallelismConfig, current: ParallelismConfig

@@ -154,14 +154,6 @@ def test_a_second_ctrl_c_waits_for_nothing(tmp_path: Path, identity: Identity) -
     saver.settle()  # lets its thread end
 
 
-def test_what_is_to_be_done_with_a_complete_one_is_done_once(saver: CheckpointSaver, tmp_path: Path) -> None:
-    complete: list[tuple[Path, Path | None]] = []
-    saver.when_complete = lambda checkpoint: complete.append((checkpoint, newest_checkpoint(tmp_path)))
-    first, second = save_step(saver, 2), save_step(saver, 4)
-    saver.settle()
-    assert complete == [(first, first), (second, second)]
-
-
 def test_stopped_at_any_call_the_one_before_or_this_one_is_whole(
     saver: CheckpointSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def test_export_report_and_verify_take_the_newest_run(run, monkeypatch, tmp_path
     folder.mkdir(parents=True)
     (folder / "run.yaml").touch()
     taken = []
-    monkeypatch.setattr("tunebook.record.report.write_report", lambda folders, _: taken.append(folders))
+    monkeypatch.setattr("tunebook.record.report.write_report", lambda folder, _: taken.append([folder]))
     monkeypatch.setattr("tunebook.commands.verify.verify_command", lambda runs, *_, **__: taken.append(runs) or 0)
     monkeypatch.setattr("tunebook.checkpoint.export.run.export_run", lambda run, *_, **__: taken.append([run]))
     for command in ("report", "verify", "export"):
@@ -175,14 +175,12 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
         raise DataError("that is all")
 
     monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", evaluate)
-    options = ("--limit", "3", "--num-fewshot", "0", "--batch-size", "auto", "--allow-mismatch", "template,tokenizer")
+    options = ("--limit", "3", "--num-fewshot", "0", "--batch-size", "auto")
     assert run("eval", "run=a/b", "suite=quickstart", *options, "--outputs", str(tmp_path))[0] == 4
-    expected = EvaluationRequest(
-        run="a/b", suite="quickstart", limit=3, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer"
-    )
+    expected = EvaluationRequest(run="a/b", suite="quickstart", limit=3, num_fewshot=0, batch_size="auto")
     assert asked.pop() == (expected, tmp_path)
-    run("eval", "a/b", "evaluation.code.num_samples=5", "--processes", "2")
-    expected = EvaluationRequest(run="a/b", code=["evaluation.code.num_samples=5"], processes=2)
+    run("eval", "a/b", "--processes", "2")
+    expected = EvaluationRequest(run="a/b", processes=2)
     assert asked.pop() == (expected, Path("outputs"))
     code, _, said = run("eval", "suit=quick")
     assert code == 2

@@ -12,7 +12,7 @@ from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.frozen import plain_config
 from tunebook.config.launchers import RayConfig
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, HardwareConfig
-from tunebook.errors import DataError, StoppedError, TunebookError
+from tunebook.errors import StoppedError, TunebookError
 from tunebook.launch.supervise import ProcessEnd, StopRequests
 from tunebook.record.run_folder import FINISHED, RUN_FILE
 
@@ -85,25 +85,17 @@ def checked(tmp_path, monkeypatch):
     return begin, ran
 
 
-def test_documents_are_compared_before_the_training_and_nothing_contaminated_is_trained_if_refused(checked):
+def test_documents_are_compared_before_the_training_unless_it_is_switched_off(checked):
     begin, ran = checked
     begin(Contamination.disabled, exact=9)._train_and_evaluate()
     begin(Contamination.report, exact=9)._train_and_evaluate()
-    begin(Contamination.refuse)._train_and_evaluate()
-    assert ran == ["train", "contamination", "train", "contamination", "train"]
-    with pytest.raises(DataError) as error:
-        begin(Contamination.refuse, exact=9)._train_and_evaluate()
-    assert (error.value.problem_id, error.value.exit_code) == ("contaminated", 4)
-    assert ran[5:] == ["contamination"]
+    assert ran == ["train", "contamination", "train"]
 
 
-def test_a_failed_comparison_ends_a_training_only_if_it_must_not_be_contaminated(checked):
+def test_a_failed_comparison_does_not_end_a_training_but_a_stop_does(checked):
     begin, ran = checked
     begin(Contamination.report, code=1, is_there=False)._train_and_evaluate()
     assert ran == ["contamination", "train"]
-    with pytest.raises(DataError) as error:
-        begin(Contamination.refuse, code=1, is_there=False)._train_and_evaluate()
-    assert error.value.problem_id == "contamination-not-checked"
     with pytest.raises(StoppedError):
         begin(Contamination.report, code=6, stopped_by="SIGTERM")._train_and_evaluate()
     assert ran.count("train") == 1

@@ -56,7 +56,7 @@ YAML_WORDS = {
 
 
 @pytest.mark.parametrize(("recipe", "words"), YAML_WORDS.values(), ids=YAML_WORDS)
-def test_the_yaml_is_the_configuration_of_the_run_and_names_the_origins(
+def test_the_yaml_is_the_configuration_of_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: str | None, words: list[str]
 ) -> None:
     job = plan_job(recipe, words, [])
@@ -66,19 +66,6 @@ def test_the_yaml_is_the_configuration_of_the_run_and_names_the_origins(
     printed.write_text(capsys.readouterr().out)
     assert yaml.safe_load(printed.read_text()) == yaml.safe_load((tmp_path / RUN_FILE).read_text())
     assert load_config(printed) == load_config(tmp_path / RUN_FILE)
-    if recipe != "qwen3b_zero2":
-        return
-    lines = [line.strip() for line in printed.read_text().splitlines()]
-    found = {value.strip(): origin for value, _, origin in (line.partition("  # ") for line in lines)}
-    expected = {
-        "parallelism:": "parallelism=zero2: recipes/qwen3b_zero2.yaml",
-        "seed: 3": "override 'training.seed=3'",
-        "gpus_per_node: 4": "override 'hardware.reference={gpus_per_node: 4}'",
-        "num_documents: 659808": "dataset=infinity_instruct",
-        "compute: fp32": "auto: the base model is bfloat16, volta has no bf16, and fp16 could overflow",
-        "resume: auto": "default",
-    }
-    assert {key: found.get(key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "dolly3b_zero3_nvme"])

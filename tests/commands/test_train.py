@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from tunebook.commands.job import plan_job
-from tunebook.commands.preflight import check_upload, require_runnable
+from tunebook.commands.preflight import require_runnable
 from tunebook.commands.train import set_up_folder
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
@@ -50,13 +50,6 @@ def test_the_manifest_says_what_trains_the_same_and_what_a_trained_run_started_f
     monkeypatch.setattr("tunebook.commands.train.is_trained", lambda folder, config: True)
     set_up_folder(job, job.batch, PREPARED, tmp_path)
     assert read_manifest(tmp_path)["model"]["weights_fingerprint"] == "1" * 64
-
-
-def test_without_a_network_an_upload_is_refused() -> None:
-    check_upload(None)
-    with pytest.raises(RequestError) as raised:
-        check_upload("me/model")
-    assert raised.value.problem_id == "upload-not-possible"
 
 
 @pytest.mark.nightly

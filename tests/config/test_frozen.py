@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tunebook.config.book import placed, resolve_path
 from tunebook.config.compose import compose
@@ -80,17 +78,3 @@ def test_a_placed_path_is_its_text_and_survives_copies(tmp_path: Path) -> None:
     for other in (copy.deepcopy(path), pickle.loads(pickle.dumps(path))):
         assert resolve_path(other) == tmp_path / "m" / "base"
     assert resolve_path(placed("/m/base", tmp_path)) == Path("/m/base")
-
-
-@pytest.mark.parametrize("title", ["ends: in # a mark", "two\nlines", "'\"\\"])
-def test_comments_do_not_change_what_is_read(title: str, tmp_path: Path) -> None:
-    config = composed("dataset.chat_template_kwargs.names=[a,'b # c']", "dataset.chat_template_kwargs.level=2")
-    config.title = title
-    commented = config_to_yaml(config, lambda key: f"of {key}\u2028\nand: more")
-    assert yaml.safe_load(commented) == yaml.safe_load(config_to_yaml(config))
-    (tmp_path / "run.yaml").write_text(commented)
-    assert load_config(tmp_path / "run.yaml") == config
-    lines = commented.split("\n")
-    (named,) = [line for line in lines if line.startswith("    names:")]
-    assert named.endswith(r"# of dataset.chat_template_kwargs.names\u2028\nand: more")
-    assert sum("# of " in line for line in lines) == len({*re.findall(r"# of ([\w.]+)", commented)})

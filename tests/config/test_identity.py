@@ -40,7 +40,7 @@ from tunebook.plan.architecture import with_layers
         lambda config: replace(config, training=replace(config.training, resume_anyway=[ResumeAnyway.data])),
         lambda config: replace(config, training=replace(config.training, save_in_background=False)),
         lambda config: replace(config, dataset=replace(config.dataset, num_workers=7)),
-        lambda config: replace(config, evaluation=replace(config.evaluation, contamination=Contamination.refuse)),
+        lambda config: replace(config, evaluation=replace(config.evaluation, contamination=Contamination.disabled)),
         lambda config: replace(config, hardware=replace(config.hardware, memory_gib=8.0, host_memory_gib=64.0)),
         lambda config: replace(config, model=replace(config.model, one_pass_head=True)),
         lambda config: replace(config, activation=replace(config.activation, mlp_tile_tokens=64)),

@@ -8,7 +8,6 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -72,9 +71,3 @@ def test_text_like_an_interpolation_stays_a_text(tmp_path, text):
     assert (found.title, found.tracking.project) == (text, text)
     assert TOKEN not in (tmp_path / "run.yaml").read_text()
     assert config_hash(found) == config_hash(config)
-
-
-def test_options_of_an_evaluation_cannot_read_variables(sound):
-    with pytest.raises(RequestError, match=r"cannot be read: .*may not read HF_TOKEN") as caught:
-        apply_overrides(sound.evaluation, ["evaluation.code.temperature=${oc.env:HF_TOKEN}"])
-    assert TOKEN not in caught.value.message

@@ -66,13 +66,13 @@ def test_a_driver_that_hangs_is_not_asked_again(answer, monkeypatch):
 def test_a_driver_that_is_too_old_for_torch(monkeypatch):
     monkeypatch.delenv(IMAGE_FILE_VARIABLE, raising=False)
     monkeypatch.setattr("tunebook.train.requirements.installed_version", lambda package: "2.13.0")
-    found = {finding.id: finding.level for finding in check_image(machine_with(1, driver="550.1"), None)}
+    found = {finding.id: finding.level for finding in check_image(machine_with(1, driver="550.1"))}
     assert found == {"container": "ok", "driver-too-old": "error"}
 
 
 def test_a_damaged_image_file(tmp_path, monkeypatch):
     monkeypatch.setenv(IMAGE_FILE_VARIABLE, str(tmp_path / "absent.json"))
-    (found,) = check_image(CPU_ONLY, None)
+    (found,) = check_image(CPU_ONLY)
     assert (found.id, found.level) == ("image-file-broken", "error")
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.evaluate.conftest import QUICKSTART, cpu_run, model_folder, write_origin
 from tunebook.config.book import resolve_path
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import CodeConfig, EvaluationConfig, RunConfig
+from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate import command
 from tunebook.evaluate.command import (
@@ -98,13 +98,12 @@ def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(
 
 def test_the_request_reaches_the_worker(run: Path, evaluate: Evaluate, worker: Worker) -> None:
     evaluate(
-        suite="quickstart", limit=7, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer", processes=2,
-        code=["evaluation.code.num_samples=3"],
+        suite="quickstart", limit=7, num_fewshot=0, batch_size="auto", processes=2,
     )  # fmt: skip
-    options = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--processes", "2"]
+    options = ["--processes", "2"]
     assert worker.arguments[-len(options) :] == options
     assert worker.config.evaluation == EvaluationConfig(
-        tasks=worker.tasks, before=True, limit=7, num_fewshot=0, batch_size=None, code=CodeConfig(num_samples=3)
+        tasks=worker.tasks, before=True, limit=7, num_fewshot=0, batch_size=None
     )
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
 
@@ -128,8 +127,7 @@ def test_a_model_without_a_run_has_a_folder_of_its_own(
     [
         ({"tasks": []}, "no-tasks"),
         ({"batch_size": "big"}, "batch-size"),
-        ({"allow_mismatch": "prompt"}, "unknown-mismatch"),
-        ({"suite": "leaderbord"}, "unknown-suite"),
+        ({"suite": "leaderbord"}, "unknown-choice"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_loaded(
@@ -177,5 +175,5 @@ def record(when: str, value: float) -> dict[str, Any]:
         "metric": "exact_match", "value": value, "stderr": 0.025, "num_items": 8, "higher_is_better": True,
         "groups": {"reverse": {"value": value, "num_items": 4}},
     }  # fmt: skip
-    content = {"when": when, "tasks": {"words": task}, "baseline": {"name": "look-up", "value": 0.08}}
-    return content | {"contamination": None, "bound": {"mismatches": []}}
+    content = {"when": when, "tasks": {"words": task}}
+    return content | {"contamination": None}

@@ -15,7 +15,6 @@ from tests.evaluate.conftest import cpu_run
 from tunebook.config.choices import Contamination
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, RunConfig
-from tunebook.errors import DataError
 from tunebook.evaluate import worker
 from tunebook.evaluate.contamination import (
     Question,
@@ -29,7 +28,7 @@ from tunebook.evaluate.contamination import (
 from tunebook.evaluate.harness import LoadedTask, load_tasks
 from tunebook.evaluate.results import Answer
 from tunebook.evaluate.task_files import Task, read_task_file
-from tunebook.record.contamination import KINDS, is_checked, refuse_contaminated
+from tunebook.record.contamination import KINDS, is_checked
 
 MakeRun = Callable[..., tuple[Path, RunConfig]]
 
@@ -268,7 +267,7 @@ def test_a_validation_part_by_share_is_compared_with_the_training_part(make_run:
 
 
 def test_missing_or_changed_documents_are_reported(task: Path, make_run: MakeRun) -> None:
-    run, config = make_run(TRAIN, [task], contamination=Contamination.refuse)
+    run, config = make_run(TRAIN, [task])
     file = Path(str(config.dataset.path))
     records = [{"location": str(file), "sha256": "0" * 64, "revision": None}]
     hashes = dict.fromkeys(("config_sha256", "tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256"))
@@ -280,9 +279,6 @@ def test_missing_or_changed_documents_are_reported(task: Path, make_run: MakeRun
     assert "train.jsonl" in content["not_checked"]
     assert content["groups"] == {}
     assert not is_checked(run, config)
-    with pytest.raises(DataError) as error:
-        refuse_contaminated(run, config)
-    assert error.value.problem_id == "contamination-not-checked"
 
 
 def test_an_evaluation_searches_only_for_items_that_no_check_searched_for(task: Path, make_run: MakeRun) -> None:

@@ -63,7 +63,7 @@ def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.Monkey
     ("requested", "problem_id"),
     [
         ({"suite": None, "tasks": None}, "nothing-to-fetch"),
-        ({"suite": "leaderbord", "tasks": None}, "unknown-suite"),
+        ({"suite": "leaderbord", "tasks": None}, "unknown-choice"),
     ],
 )
 def test_what_cannot_be_fetched_is_refused(requested: dict[str, Any], problem_id: str) -> None:

@@ -19,11 +19,10 @@ def write(folder: Path, text: str, name: str = "task.yaml") -> Path:
     return file
 
 
-def test_the_quickstarts_task_names_its_conversations_and_baseline() -> None:
+def test_the_quickstarts_task_names_its_conversations() -> None:
     task = resolve_task(QUICKSTART)
     assert task.name == "quickstart"
     assert task.conversations == resolve_path("book:recipes/quickstart/data/heldout.jsonl")
-    assert task.baseline == resolve_path("book:recipes/quickstart/baseline.py")
 
 
 def test_functions_are_not_imported_and_included_keys_are_under_the_files_own(tmp_path: Path) -> None:
@@ -64,4 +63,4 @@ def test_a_suite_is_a_group_as_a_whole() -> None:
 def test_an_unknown_suite_is_refused() -> None:
     with pytest.raises(RequestError) as raised:
         suite_settings("leaderbord")
-    assert raised.value.problem_id == "unknown-suite"
+    assert raised.value.problem_id == "unknown-choice"

@@ -8,7 +8,7 @@ import pytest
 from tunebook.config.choices import Generation
 from tunebook.errors import RequestError
 from tunebook.launch import ray as check
-from tunebook.launch.ray import check_ray, cluster_resources, runtime_env, worker_resources
+from tunebook.launch.ray import check_ray, cluster_resources, worker_resources
 from tunebook.train.rank_process import StopRequest
 
 from ..conftest import wait_for
@@ -45,14 +45,6 @@ def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch, tmp_path, progr
     with pytest.raises(RequestError) as caught:
         cluster_resources("auto", timeout_s=0.5 if "sleep" in program else 60)
     assert caught.value.problem_id == "ray-out-of-reach"
-
-
-def test_the_runtime_environment(small, monkeypatch):
-    monkeypatch.setattr("os.environ", {"HF_TOKEN": "t", "HOME": "/h"})
-    settings = small("ray", pip=["x==1"], env_vars=["NCCL_DEBUG=INFO"]).launcher
-    assert runtime_env(settings) == {"env_vars": {"HF_TOKEN": "t", "NCCL_DEBUG": "INFO"}, "pip": ["x==1"]}
-    settings = small("ray", ship_code=True).launcher
-    assert runtime_env(settings)["py_modules"][0].endswith("/tunebook")
 
 
 def test_a_preemption_notice_asks_the_ranks_to_stop(monkeypatch, tmp_path):

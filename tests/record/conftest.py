@@ -76,11 +76,6 @@ def evaluation(when: str, scores: dict[str, float], answers: list[tuple[str, boo
             for words, (answer, is_right) in zip(prompts, answers, strict=False)
         ],
         "seconds": 11.0,
-        "baseline": {
-            "name": "the answer to the nearest training prompt",
-            "value": 0.21,
-            "groups": {name: {"value": 0.21, "num_items": 50} for name in scores},
-        },
     }
 
 

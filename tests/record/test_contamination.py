@@ -9,12 +9,7 @@ import pytest
 
 from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, RunConfig
-from tunebook.errors import DataError
-from tunebook.record.contamination import (
-    is_warning,
-    needs_check,
-    refuse_contaminated,
-)
+from tunebook.record.contamination import is_warning, needs_check
 from tunebook.record.report import render_run
 from tunebook.record.run_record import read_run
 
@@ -46,27 +41,6 @@ def test_what_needs_no_check(run_config: RunConfig) -> None:
     assert not needs_check(replace(evaluated, dataset=DatasetConfig(source=Source.synthetic)))
     held = DatasetConfig(path="x.jsonl", validation_share=0.1)
     assert needs_check(replace(evaluated, dataset=held, evaluation=EvaluationConfig(tasks=[])))
-
-
-@pytest.mark.parametrize(
-    ("counts", "is_refused"),
-    [(group(1), True), (group(0, 10), True), (group(0, 9), False), (group(0, 0, 400), False)],
-)
-def test_a_whole_item_or_one_of_a_hundred_in_part_is_refused(
-    counts: dict[str, Any], is_refused: bool, tmp_path: Path, run_config: RunConfig
-) -> None:
-    config = replace(run_config, evaluation=EvaluationConfig(tasks=[], contamination=Contamination.refuse))
-    with pytest.raises(DataError) as error:
-        refuse_contaminated(tmp_path, config)
-    assert error.value.problem_id == "contamination-not-checked"
-    (tmp_path / "contamination.json").write_text(json.dumps({"not_checked": None, "groups": {"boolq": counts}}))
-    refuse_contaminated(tmp_path, run_config)
-    if not is_refused:
-        refuse_contaminated(tmp_path, config)
-        return
-    with pytest.raises(DataError) as error:
-        refuse_contaminated(tmp_path, config)
-    assert (error.value.exit_code, error.value.problem_id) == (4, "contaminated")
 
 
 # --- on the page

@@ -16,8 +16,6 @@ from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.manifest import start_manifest, system_prompt_hash
 from tunebook.record.model_origin import (
-    BASE,
-    MISMATCHES,
     ORIGIN_FILE,
     Origin,
     check_base,
@@ -45,28 +43,23 @@ def trained(tokenizer: PreTrainedTokenizerBase) -> Origin:
     )
 
 
-def test_a_difference_is_an_error_unless_it_is_allowed_and_is_recorded(
-    trained: Origin, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_difference_is_an_error(trained: Origin, tokenizer: PreTrainedTokenizerBase) -> None:
     unchanged = check_bound(trained, tokenizer, PROMPT)
     hashes = ("tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256")
     recorded = {name: getattr(trained, name) for name in hashes}
-    assert unchanged == {"to": "tiny/now", "mismatches": [], **recorded}
+    assert unchanged == {"to": "tiny/now", **recorded}
     other_template, other_tokens = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
     other_template.chat_template += "\n"
     other_tokens.add_tokens(["zebra"])
-    for mismatch, key, changed, prompt in (
-        ("template", "chat_template_sha256", other_template, PROMPT),
-        ("tokenizer", "tokenizer_sha256", other_tokens, PROMPT),
-        ("system_prompt", "system_prompt_sha256", tokenizer, None),
+    for problem_id, changed, prompt in (
+        ("template-changed", other_template, PROMPT),
+        ("tokenizer-changed", other_tokens, PROMPT),
+        ("system-prompt-changed", tokenizer, None),
     ):
         with pytest.raises(DataError) as raised:
-            check_bound(trained, changed, prompt, [name for name in MISMATCHES if name != mismatch])
-        assert raised.value.problem_id == f"{mismatch.replace('_', '-')}-changed"
-        bound = check_bound(trained, changed, prompt, [mismatch])
-        assert bound["mismatches"] == [mismatch]
-        assert [name for name in hashes if bound[name] != unchanged[name]] == [key]
-    assert check_bound(origin(), tokenizer, None)["mismatches"] == []  # nothing was recorded
+            check_bound(trained, changed, prompt)
+        assert raised.value.problem_id == problem_id
+    assert check_bound(origin(), tokenizer, None)["to"] == "tiny/now"  # nothing was recorded
     assert check_bound(None, tokenizer, PROMPT)["to"] is None
 
 
@@ -80,17 +73,16 @@ def test_padding_token_of_the_trainer_is_no_difference(trained: Origin, tokenize
     assert tokenizer.pad_token == before
 
 
-def test_a_different_base_is_an_error_unless_it_is_allowed_or_was_not_recorded(tmp_path: Path) -> None:
+def test_a_different_base_is_an_error_unless_it_was_not_recorded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     base = ModelConfig(path=str(tmp_path))
     trained = origin(weights_fingerprint="1" * 64)
     with pytest.raises(DataError) as raised:
-        check_base(trained, base, [name for name in MISMATCHES if name != BASE])
+        check_base(trained, base)
     assert raised.value.problem_id == "base-changed"
-    assert check_base(trained, base, [BASE]) == [BASE]
     for recorded in (origin(weights_fingerprint=weights_fingerprint(base)), origin(), None):
-        assert check_base(recorded, base) == []
-    assert check_base(trained, ModelConfig(name="org/base")) == [], "on the hub"
+        check_base(recorded, base)
+    check_base(trained, ModelConfig(name="org/base"))  # on the hub
 
 
 def test_an_exported_folder_says_what_its_run_recorded(tmp_path: Path, run_config: RunConfig) -> None:

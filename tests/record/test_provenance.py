@@ -79,7 +79,10 @@ def image_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "sources_sha256": "2" * 64, "git_commit": "3" * 40, "git_diff_sha256": "4" * 64,
         "base_image": "debian:12.12-slim",
     }  # fmt: skip
-    file.write_text(json.dumps(facts))
+    packages = installed_versions()
+    del packages["pytest"]  # the lock of what checks the project may be installed besides
+    packages.pop("tunebook", None)
+    file.write_text(json.dumps(facts | {"packages": packages}))
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(file))
     return file
 
@@ -101,18 +104,17 @@ def test_code_of_an_image_is_the_one_it_was_built_from(checkout: Path, image_fil
 def test_an_image_has_the_lock_that_it_was_built_from(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = "a.registry/tunebook@sha256:abc"
     monkeypatch.setenv("TUNEBOOK_IMAGE_DIGEST", reference)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.11.2")
     environment = describe_environment("cpu")  # whatever the run computes on
     assert (environment["image_digest"], environment["lock_sha256"]) == (reference, "1" * 64)
-    assert environment["lock"]["differences"] is None, "compared when the image was built"
+    assert environment["lock"]["differences"] == {}
     assert environment["image"] == {
         "generation": "ampere", "sources_sha256": "2" * 64, "torch": "2.13.0", "cuda": "13.0",
         "attention": "flash-attn-2", "base_image": "debian:12.12-slim",
     }  # fmt: skip
-    packages = installed_versions() | {"torch": "2.13.1"}
-    del packages["pytest"]  # the lock of what checks the project may be installed besides
-    packages.pop("tunebook", None)
-    image_file.write_text(json.dumps(json.loads(image_file.read_text()) | {"packages": packages}))
-    monkeypatch.setattr(platform, "python_version", lambda: "3.11.2")
+    facts = json.loads(image_file.read_text())
+    facts["packages"]["torch"] = "2.13.1"
+    image_file.write_text(json.dumps(facts))
     environment = describe_environment("cpu")
     assert (environment["lock"]["name"], environment["lock_sha256"]) == ("ampere", None)
     assert environment["lock"]["differences"] == {

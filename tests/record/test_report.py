@@ -50,14 +50,14 @@ class Links(HTMLParser):
 def evil_evaluation() -> dict[str, object]:
     sample = {"task": EVIL, "group": None, "prompt": EVIL, "answer": EVIL, "expected": EVIL, "correct": False}
     task = {"metric": "exact_match", "value": 0.5, "stderr": None, "num_items": 2, "groups": {}}
-    return {"tasks": {EVIL: task}, "samples": [sample], "baseline": None}
+    return {"tasks": {EVIL: task}, "samples": [sample]}
 
 
 @pytest.mark.parametrize(
     "changes", [{"after": evil_evaluation()}, {"ranks": 8, "num_steps": 3000}, {"num_steps": 0, "without": PARTS}]
 )
 def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path, changes: dict[str, object]) -> None:
-    write_report([make_run(**changes)], tmp_path / "report.html")
+    write_report(make_run(**changes), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert len(page) < 400_000
     parser = Links()
@@ -78,13 +78,13 @@ def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path,
 
 def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as raised:
-        write_report([create_run_folder(tmp_path / "outputs", "empty")], tmp_path / "report.html")
+        write_report(create_run_folder(tmp_path / "outputs", "empty"), tmp_path / "report.html")
     assert raised.value.problem_id == "unknown-run"
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError) as raised:
-        write_report([make_run()], tmp_path / "file" / "report.html")
+        write_report(make_run(), tmp_path / "file" / "report.html")
     assert raised.value.problem_id == "outputs-not-writable"
-    write_report([make_run("2026-11-21T07-18-07Z")], tmp_path / "new" / "folder" / "report.html")
+    write_report(make_run("2026-11-21T07-18-07Z"), tmp_path / "new" / "folder" / "report.html")
     assert (tmp_path / "new" / "folder" / "report.html").is_file()
 
 
@@ -92,7 +92,7 @@ def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path
 @pytest.mark.slow
 def test_a_browser_shows_the_numbers_and_runs_nothing_that_a_sample_brings(make_run, open_page, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write_report([make_run(after=evil_evaluation())], page)
+    write_report(make_run(after=evil_evaluation()), page)
     # A script of somebody else's, as if escaping had failed: the page's policy must stop it by itself.
     page.write_text(page.read_text().replace("</main>", f"{EVIL}<script>document.title = 'owned'</script></main>"))
     screenshot = tmp_path / "page.png"
@@ -111,7 +111,7 @@ def test_a_browser_shows_the_numbers_and_runs_nothing_that_a_sample_brings(make_
 @pytest.mark.slow
 def test_values_are_shown_under_the_pointer(make_run, open_page, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write_report([make_run()], page)
+    write_report(make_run(), page)
     # A second script plays the pointer, so the policy, which allows one script only, is opened for this test.
     event = "new PointerEvent('pointermove', {clientX: 600, clientY: 200})"
     script = f"document.querySelector('svg[data-chart]').dispatchEvent({event})"

@@ -10,7 +10,6 @@ from tunebook.record.run_record import RunRecord
 from tunebook.record.scores import (
     ScoreRow,
     answers_of,
-    compare_scores,
     later_evaluations,
     pair_samples,
     score_rows,
@@ -23,7 +22,7 @@ MINUS = "\N{MINUS SIGN}"
 def evaluation(value: float, **more: Any) -> dict[str, Any]:
     groups = {"sort": {"value": value, "num_items": 5}}
     task = {"metric": "exact_match", "value": value, "stderr": 0.02, "num_items": 5, "groups": groups}
-    return {"tasks": {"example": task}, "samples": [], "baseline": None} | more
+    return {"tasks": {"example": task}, "samples": []} | more
 
 
 def texts(row: ScoreRow) -> list[str | None]:
@@ -111,37 +110,13 @@ def judged_evaluation(when: str, values: dict[str, list[float]], **more: Any) ->
     return {"when": when, "model": "model", "limit": None, "tasks": tasks, "failed": {}} | more
 
 
-def test_runs_stand_side_by_side_with_differences_to_the_first(tmp_path: Path) -> None:
-    runs = [
-        RunRecord(folder=tmp_path / name, after=judged_evaluation("after", {"words": values}))
-        for name, values in (("a", [0, 0, 1, 1]), ("b", [0, 1, 1, 1]), ("c", [0, 0, 1]))
-    ]
-    (line,) = compare_scores(runs)
-    assert (line.name, line.metric, line.num_items) == ("words", "exact_match", "4 / 4 / 3")
-    assert texts(line) == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
-    # both errors of 10 together: sqrt(200)
-    assert changes(line) == ["", "+25.0 ± 14.1 points", f"{MINUS}16.7 ± 14.1 points"]
-    others = [
-        RunRecord(folder=tmp_path / "d", after=judged_evaluation("after", {"numbers": [1, 1]})),
-        RunRecord(folder=tmp_path / "e"),
-    ]
-    words, numbers = compare_scores([runs[0], *others])
-    assert texts(words) == ["50.0 % ± 10.0", None, None]
-    assert (changes(numbers), numbers.num_items) == ([None, "", None], "2")
-    assert compare_scores(others[1:]) == []
-
-
-def test_later_evaluations_are_listed_the_newest_first_and_fill_in_missing_scores(tmp_path: Path) -> None:
+def test_later_evaluations_are_listed_the_newest_first(tmp_path: Path) -> None:
     later = [
         judged_evaluation("eval-1", {"words": [0, 0], "numbers": [0, 0]}),
         judged_evaluation("eval-2", {"numbers": [1, 1]}, limit=2),
         judged_evaluation("eval-3", {"numbers": [0, 1]}, model="checkpoints/checkpoint-20"),  # another model
     ]
     run = RunRecord(folder=tmp_path, after=judged_evaluation("after", {"words": [1, 1]}), evaluations=later)
-    assert {line.name: texts(line) for line in compare_scores([run])} == {
-        "words": ["100.0 % ± 10.0"],
-        "numbers": ["100.0 % ± 10.0"],
-    }
     evaluations = later_evaluations(run)
     assert [entry[:2] for entry in evaluations] == [
         ("eval-3", "checkpoints/checkpoint-20"),

@@ -53,7 +53,7 @@ ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.p
 # Those of these files share nothing, so each goes to whichever process is free.
 SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py", "test_two_ranks.py")
 # What takes minutes begins first, and what takes seconds fills the gaps at the end.
-LONGEST_FIRST = ("docker", "quickstart", "test_slurm.py", "test_ray.py", "test_sweep.py", "test_notebook.py",
+LONGEST_FIRST = ("docker", "quickstart", "test_slurm.py", "test_ray.py", "test_sweep.py",
                  "test_checkpoints.py", "test_same_loss.py", "test_code.py", "test_two_ranks.py", "test_evaluation.py",
                  "test_golden.py")  # fmt: skip
 

@@ -28,6 +28,7 @@ def task(tmp_path):
     """The shipped problems in a task file of a user's own, which is more patient with a busy machine."""
     code = {"program": "prompt_and_answer_to_fence", "time_limit_s": 60, "problems": str(FOLDER / "small_python.jsonl")}
     settings = {"include": str(FOLDER / "small_python_instruct.yaml"), "metadata": {"version": 1.0, "code": code}}
+    settings["generation_kwargs"] = {"until": ["```"], "max_gen_toks": 128, "do_sample": False}
     file = tmp_path / "patient.yaml"
     file.write_text(yaml.safe_dump(settings))
     return file
@@ -56,7 +57,7 @@ def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, 
         *["dataset=file", f"dataset.path={conversations}", "training.max_length=512", "packing=padded"],
         *["packing.row_length=null", f"training.global_samples={NUM_PROBLEMS}", "training.max_steps=80"],
         *["schedule.warmup_steps=5", "evaluation=code", f"evaluation.tasks=[{task}]", "evaluation.before=true"],
-        *[f"evaluation.limit={NUM_PROBLEMS}", "evaluation.code.max_new_tokens=128", f"outputs={tmp_path}"],
+        *[f"evaluation.limit={NUM_PROBLEMS}", f"outputs={tmp_path}"],
     ]
     # Whatever service runs on this machine is not this test's.
     trained = run(["tunebook", "train", "quickstart", *settings], timeout_s=900, TUNEBOOK_HANDOVER="/nonexistent")
@@ -74,9 +75,11 @@ def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, 
     assert samples[1]["program"].startswith("def running_total(")
     assert "in bubblewrap with" in (folder / "report.html").read_text()
 
-    words = ["evaluation.code.num_samples=2", "evaluation.code.temperature=0.01", "evaluation.code.pass_at_k=[1,2]"]
-    words += ["evaluation.code.max_new_tokens=128", f"--limit={NUM_PROBLEMS}"]
-    command = ["tunebook", "eval", f"run={folder}", f"tasks={task}", *words]
+    settings = yaml.safe_load(task.read_text()) | {"repeats": 2}
+    settings["generation_kwargs"] |= {"do_sample": True, "temperature": 0.01}
+    settings["metadata"]["code"]["pass_at_k"] = [1, 2]
+    task.write_text(yaml.safe_dump(settings))
+    command = ["tunebook", "eval", f"run={folder}", f"tasks={task}", f"--limit={NUM_PROBLEMS}"]
     evaluated = run(command, timeout_s=600, TUNEBOOK_HANDOVER="/nonexistent")
     assert evaluated.exit_code == 0, evaluated.output
     (file,) = (file for file in (folder / "evaluation").glob("eval-*.json"))

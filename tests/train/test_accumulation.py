@@ -76,7 +76,7 @@ def one_step(folder: Path, project_root: Path, kind: str, num_passes: int) -> tu
         train_dataset=Dataset.from_list(documents),
         filler_token_id=2,
         train_batches=RankBatches(schedule, num_steps=1, micro_batch_size=1, rank=0, world_size=1),
-        saver=SimpleNamespace(when_complete=None),  # type: ignore[arg-type]  # nothing is saved
+        saver=SimpleNamespace(),  # type: ignore[arg-type]  # nothing is saved
         callbacks=[found],
     )
     trainer.train()

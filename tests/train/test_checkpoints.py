@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -196,20 +195,3 @@ def test_in_the_background_or_not_a_run_ends_with_the_same_bits_and_files(whole,
     records = [verified_record(folder) for folder in folders]
     assert records[0].files.keys() == records[1].files.keys()
     assert records[0].identity == records[1].identity
-
-
-@pytest.mark.usefixtures("saves_when_waited_for")
-def test_what_is_uploaded_is_complete_and_named_by_its_step(config, run, changed, monkeypatch):
-    uploaded = []
-
-    def look(trainer, checkpoint_folder):
-        complete = verified_record(Path(checkpoint_folder)).step  # or it raises
-        uploaded.append((complete, trainer.state.global_step))
-
-    monkeypatch.setattr(SFTTrainer, "_push_from_checkpoint", look)
-    monkeypatch.setattr(SFTTrainer, "_finish_current_push", lambda trainer: uploaded.append("waited for"))
-    for name in ("init_hf_repo", "push_to_hub"):
-        monkeypatch.setattr(SFTTrainer, name, lambda trainer, **kwargs: None)
-    folder, code, _ = run(changed(config, training={"max_steps": 4, "push_to_hub": "me/tiny"}))
-    assert code == 0, outcome(folder)["reason"]
-    assert uploaded == [(2, 2), (4, 4), "waited for"]

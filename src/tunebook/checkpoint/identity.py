@@ -129,7 +129,6 @@ def _needed_to_load(identity: Identity) -> dict[str, Any]:
         needed["parallelism.round_robin_gradients"] = is_round_robin
     elif is_fsdp(strategy):
         needed["parallelism"] = "fsdp"
-        keys.append("parallelism.state_dict")
     if identity.peft != PeftMethod.full.name:
         keys += _OF_ADAPTERS
         if (fingerprint := model["weights_fingerprint"]) is not None:

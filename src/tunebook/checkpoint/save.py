@@ -70,8 +70,8 @@ class Background(Thread):
 class CheckpointSaver:
     """Saves the checkpoints of one run. `keep` is how many of the newest stay, in addition to the best.
 
-    `when_complete` is a function that every rank calls with a complete checkpoint. In the background the threads use
-    `group`. `begin`, `finish`, `settle` and `has` are collectives: every rank calls them, in its main thread.
+    In the background the threads use `group`. `begin`, `finish`, `settle` and `has` are collectives: every rank calls
+    them, in its main thread.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class CheckpointSaver:
         self.identity = identity
         self.keep = keep
         self.in_background = in_background
-        self.when_complete: Callable[[Path], None] | None = None
         self._group = group
         self._thread: Background | None = None
         self._pending: int | None = None  # the step whose checkpoint is written and not known to be complete
@@ -123,18 +122,14 @@ class CheckpointSaver:
             self._pending = step
         else:
             self._complete(step, best_step)
-            self._pending = step
-            self.settle()
 
     def settle(self) -> None:
         """Wait until the pending save is complete, if there is one. Raises: its error, on every rank."""
         if self._pending is None:
             return
         error = self._wait()
-        step, self._pending = self._pending, None
+        self._pending = None
         on_every_rank(lambda: _raise(error))  # also if the collectives failed on some ranks only
-        if self.when_complete is not None:
-            self.when_complete(checkpoint_path(self.folder, step))
 
     @contextmanager
     def settled(self) -> Iterator[None]:

@@ -121,9 +121,7 @@ def train(
 def plan(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")] = False,
-    as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
-    ] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved configuration.")] = False,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
@@ -164,16 +162,11 @@ def plan(
 
 
 @app.command()
-def doctor(
-    words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")] = False,
-    recipes_dir: RecipesDir = None,
-) -> None:
-    """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks, and check RECIPE; each with its fix."""
+def doctor(outputs: Outputs = Path("outputs")) -> None:
+    """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks; each with its fix."""
     from tunebook.commands.doctor import doctor_command
 
-    recipe, overrides = split(words, recipes_dir)
-    raise typer.Exit(doctor_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
+    raise typer.Exit(doctor_command(outputs, make_console()))
 
 
 @app.command()
@@ -208,13 +201,6 @@ def evaluate(
     batch_size: Annotated[
         str | None, typer.Option("--batch-size", help="Requests computed at once, or auto: the most that fits.")
     ] = None,
-    allow_mismatch: Annotated[
-        str,
-        typer.Option(
-            "--allow-mismatch",
-            help="What may differ from the training: template, tokenizer, system_prompt, base, with commas; recorded.",
-        ),
-    ] = "",
     processes: Annotated[
         int | None,
         typer.Option("--processes", min=1, help="Processes that share the requests; if unset, one for each GPU."),
@@ -223,13 +209,11 @@ def evaluate(
 ) -> None:
     """Evaluate the newest finished run, or run=DIR, run=RECIPE, model=FOLDER; with suite=leaderboard on other tasks.
 
-    Tasks whose data is not here are named first; `tunebook fetch` brings it. evaluation.code.KEY=VALUE sets how
-    programs are sampled.
+    Tasks whose data is not here are named first; `tunebook fetch` brings it.
     """
     from tunebook.evaluate.command import EvaluationRequest, evaluate_command
 
-    code_words = [word for word in words or [] if word.startswith("evaluation.code.")]
-    typed = settings([word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks"))
+    typed = settings(words, ("run", "model", "suite", "tasks"))
     request = EvaluationRequest(
         run=typed.get("run"),
         model=typed.get("model"),
@@ -238,8 +222,6 @@ def evaluate(
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,
-        allow_mismatch=allow_mismatch,
-        code=code_words,
         processes=processes,
     )
     outlive_readers()

@@ -28,19 +28,20 @@ def _typed_or_newest(runs: list[str] | None, outputs: Path) -> list[str]:
 
 @records_app.command()
 def report(
-    runs: Annotated[
-        list[str] | None, typer.Argument(help="Run folders, or recipes for their newest run; if unset, the newest run.")
+    run: Annotated[
+        str | None, typer.Argument(help="A run folder, or a recipe for its newest run; if unset, the newest run.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The HTML file to write.")] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
-    """Write one self-contained HTML page about a run, or comparing several."""
+    """Write one self-contained HTML page about a run."""
     from tunebook.record.report import write_report
     from tunebook.record.run_folder import resolve_run
 
-    folders = [resolve_run(run, outputs) for run in _typed_or_newest(runs, outputs)]
-    file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
-    write_report(folders, file)
+    (typed,) = _typed_or_newest([run] if run else None, outputs)
+    folder = resolve_run(typed, outputs)
+    file = output or folder / "report.html"
+    write_report(folder, file)
     print_text(f"written: {file}", make_console())
 
 

@@ -33,13 +33,7 @@ from tunebook.launch.outcome import training_outcome
 from tunebook.launch.resume import is_trained
 from tunebook.launch.supervise import ProcessEnd, StopRequests, run_and_wait
 from tunebook.processes import EarlyStart
-from tunebook.record.contamination import (
-    CHECK,
-    CONTAMINATION_FILE,
-    is_checked,
-    needs_check,
-    refuse_contaminated,
-)
+from tunebook.record.contamination import CHECK, CONTAMINATION_FILE, is_checked, needs_check
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import STOP_FILE, Outcome, has_outcome, noted_checkpoint, read_outcomes
@@ -83,7 +77,7 @@ class Attempt:
     def _train_and_evaluate(self) -> Outcome:
         evaluation, is_done = self.config.evaluation, is_trained(self.folder, self.config)
         if (evaluation.before or evaluation.after) and not is_contained(self.config):
-            check_code(evaluation)  # now, and not after hours of training
+            check_code(evaluation.tasks)  # now, and not after hours of training
         if not is_done and needs_check(self.config):
             self._check_contamination()
         if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, BEFORE):
@@ -103,17 +97,17 @@ class Attempt:
             raise StoppedError(message, problem_id="stopped")
 
     def _check_contamination(self) -> None:
-        """Look for evaluation items in the training documents. Raises: DataError."""
-        if not is_checked(self.folder, self.config):
-            (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
-            end = self._run_worker(CHECK)
-            if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
-                raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
-            if end.exit_code != 0:
-                warning = "warning: the training documents were not compared with the evaluation"
-                print_text(warning, self.console, style="yellow")
-            self.clock.passed("contamination")
-        refuse_contaminated(self.folder, self.config)
+        """Look for evaluation items in the training documents, unless an earlier attempt has. Raises: StoppedError."""
+        if is_checked(self.folder, self.config):
+            return
+        (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
+        end = self._run_worker(CHECK)
+        if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
+            raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
+        if end.exit_code != 0:
+            warning = "warning: the training documents were not compared with the evaluation"
+            print_text(warning, self.console, style="yellow")
+        self.clock.passed("contamination")
 
     def _evaluate(self, when: str) -> None:
         end = self._run_worker(when)
@@ -187,7 +181,7 @@ class Attempt:
                 step=outcome.step,
                 last_checkpoint=outcome.last_checkpoint,
             )
-            write_report([self.folder], self.folder / REPORT_FILE)
+            write_report(self.folder, self.folder / REPORT_FILE)
         except (OSError, TunebookError) as error:
             warning = f"warning: the end of this run is not in its records: {error}"
             print_text(warning, self.console, style="yellow")

@@ -45,8 +45,7 @@ def _section(section: Section) -> str:
 
 def _setting(setting: Description) -> str:
     only = f" ({', '.join(setting.choices)})" if setting.choices else ""
-    unit = f"; unit: {setting.unit}" if setting.unit else ""
-    facts = f"default: {setting.default}; values: {setting.values}{unit}"
+    facts = f"default: {setting.default}; values: {setting.values}"
     return "\n".join([f"{setting.key}{only}", _paragraph(setting.meaning), _paragraph(facts)])
 
 

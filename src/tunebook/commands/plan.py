@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tunebook.commands.preflight import require_machine
 from tunebook.config.choices import Generation
+from tunebook.config.frozen import config_to_yaml
 from tunebook.config.launchers import SlurmConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.facts.strategies import strategy_facts
@@ -19,7 +20,7 @@ from tunebook.launch.measure import measure, require_measurable
 from tunebook.launch.slurm import JOB_SCRIPT, job_script
 from tunebook.model.load import check_model
 from tunebook.plan.alternatives import LongestRow, longest_row, show_plans, suggest
-from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
+from tunebook.plan.draft import Draft, draft_json, draft_run
 from tunebook.plan.memory.verdict import judge_measurement, plan_memory
 from tunebook.plan.show import show_plan, show_warnings
 from tunebook.record.run_folder import run_name
@@ -70,7 +71,7 @@ def plan_command(
         return draft.exit_code
     draft.raise_errors()
     if as_yaml:
-        print(draft_yaml(draft), end="")
+        print(config_to_yaml(draft.config), end="")
         show_warnings(draft.problems, Console(stderr=True, soft_wrap=True))
     else:
         show_plan(draft, console, with_reasons=with_reasons)

@@ -14,7 +14,6 @@ from tunebook.evaluate.task_files import resolve_task
 from tunebook.launch.commands import is_later_node
 from tunebook.launch.container import is_contained
 from tunebook.launch.slurm import check_job
-from tunebook.model.hub import upload_problem
 from tunebook.model.load import check_model
 from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import RUN_NOT_TRAINED, Draft
@@ -36,7 +35,6 @@ def require_runnable(job: Draft) -> None:
     if job.config.evaluation.tasks:
         require_tasks(job.config.evaluation.tasks)  # now, and not after hours of training
         check_sandbox(job.config)
-    check_upload(job.config.training.push_to_hub)
 
 
 def require_machine(resolution: Resolution) -> None:
@@ -57,15 +55,6 @@ def check_launcher(config: RunConfig) -> None:
         check_ray(config)
 
 
-def check_upload(name: str | None) -> None:
-    """Refuse `training.push_to_hub` without a network or an account. Raises: RequestError."""
-    if name is not None and (why := upload_problem()):
-        raise RequestError(
-            f"training.push_to_hub={name}: {why}; or train without: training.push_to_hub=null",
-            problem_id="upload-not-possible",
-        )
-
-
 def check_sandbox(config: RunConfig) -> None:
     """Refuse an evaluation that needs a sandbox if there is none; a Slurm job checks on its own node.
 
@@ -75,7 +64,7 @@ def check_sandbox(config: RunConfig) -> None:
     settings, evaluation = config.launcher, config.evaluation
     if not isinstance(settings, SlurmConfig):
         if not is_later_node(config):
-            check_code(evaluation)
+            check_code(evaluation.tasks)
         return
     handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
     if not is_contained(config) or handover in settings.container_mounts:

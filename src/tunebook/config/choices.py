@@ -129,13 +129,6 @@ class MixedPrecision(Enum):
     cast = "cast"
 
 
-class StateDict(Enum):
-    """What an FSDP checkpoint holds: a shard per rank, or the whole model gathered on rank 0."""
-
-    sharded = "sharded"
-    full = "full"
-
-
 class Compute(Enum):
     """The number format of the matrix products."""
 
@@ -270,10 +263,9 @@ class TrackerName(Enum):
 
 
 class Contamination(Enum):
-    """What happens before a training whose documents hold items of its evaluation: see `evaluate.contamination`."""
+    """Whether items of the evaluation are looked for in the training documents: see `evaluate.contamination`."""
 
-    report = "report"  # count them and continue
-    refuse = "refuse"  # do not train
+    report = "report"  # count them
     disabled = "disabled"  # do not look
 
 

@@ -190,9 +190,7 @@ def _typed(tree: DictConfig, layers: list[Layer]) -> RunConfig:
     except (OmegaConfBaseException, OverflowError) as error:
         place = place_of(str(getattr(error, "full_key", "")), layers) or "hydra_configs"
         raise wrong_value(error, Layer(place=place, values={}), {}) from error
-    variables = (variable.partition("=") for variable in getattr(config.launcher, "env_vars", []))
-    secret = ["launcher.env_vars" for name, _, value in variables if value and is_secret_name(name)]
-    secret += [key for key, text in texts_of(asdict(config)) if without_secrets(text) != text]
+    secret = [key for key, text in texts_of(asdict(config)) if without_secrets(text) != text]
     if secret:
         raise RequestError(
             f"{secret[0]} holds a secret, and a configuration is written to run.yaml, manifest.json and the report. "

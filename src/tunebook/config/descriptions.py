@@ -36,13 +36,12 @@ class Description:
     meaning: str
     default: str  # of a run without a recipe
     values: str
-    unit: str  # empty: none
     choices: tuple[str, ...]  # those of its group that have this setting; empty: all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """A group, or a part of one such as `evaluation.code`, with its settings."""
+    """A group, or a part of one such as `dataset.synthetic`, with its settings."""
 
     name: str
     meaning: str
@@ -79,7 +78,6 @@ def _describe(owner: type, key: str, setting: Setting, composed: dict[str, Any])
         meaning=_comments(owner).get(setting.name) or (_summary(kind) if isinstance(kind, EnumMeta) else ""),
         default="required" if default == MISSING else as_typed(default) or "''",
         values=_values(kind, setting),
-        unit=setting.metadata.get("unit", ""),
         choices=having if len(having) < len(schemas) else (),
     )
 
@@ -100,7 +98,8 @@ def _values(kind: Any, setting: Setting) -> str:
         text = ("any of " if entry is not value else "") + ", ".join(entry.__members__)
     else:
         text = _KINDS.get(typing.get_origin(value) or value, "{name: value}")
-    return ", ".join(filter(None, [text, limits_text(setting), "null" if _has_null(kind) else ""]))
+    limited = " ".join(filter(None, [text, limits_text(setting), setting.metadata.get("unit", "")]))
+    return f"{limited}, null" if _has_null(kind) else limited
 
 
 def _capitalized(comment: str) -> str:

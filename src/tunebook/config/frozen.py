@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,10 +25,7 @@ from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.identity import plain
 from tunebook.config.model_facts import ARCHITECTURE_FILE, layers_from_json
 from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
-from tunebook.config.unsafe_text import shown
 from tunebook.errors import RequestError, first_line
-
-_COMMENT_COLUMN = 40  # where comments start, behind all but the longest values
 
 # Not a key of the configuration, and in no hash: the same settings are the same run wherever they are typed.
 TYPED_IN_KEY = "typed_in"
@@ -40,30 +37,10 @@ def architecture_json(config: RunConfig) -> str | None:
     return None if facts is None or facts.measured is None else json.dumps(asdict(facts.measured)) + "\n"
 
 
-def config_to_yaml(config: RunConfig, comment: Callable[[str], str] | None = None) -> str:
-    """A configuration as YAML text that `load_config` reads, with the folder where its relative paths start.
-
-    `comment` returns the comment of a dotted key, a section's or a value's; an empty one is left out.
-    """
+def config_to_yaml(config: RunConfig) -> str:
+    """A configuration as YAML text that `load_config` reads, with the folder where its relative paths start."""
     content = plain(config) | {TYPED_IN_KEY: str(typed_in(config))}
-    if comment is None:
-        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    return "".join(_commented(content, comment))
-
-
-def _commented(section: dict[str, Any], comment: Callable[[str], str], above: str = "") -> Iterator[str]:
-    indent = "  " * above.count(".")
-    for name, value in section.items():
-        is_section = isinstance(value, dict) and bool(value)
-        line = f"{indent}{name}:" if is_section else f"{indent}{name}: {_on_one_line(value)}"
-        words = shown(comment(f"{above}{name}"))  # a line break would end the comment
-        yield f"{line:<{_COMMENT_COLUMN}}  # {words}\n" if words else f"{line}\n"
-        if is_section:
-            yield from _commented(value, comment, f"{above}{name}.")
-
-
-def _on_one_line(value: Any) -> str:
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"))[1:-2]
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
 def load_config(file: Path) -> RunConfig:

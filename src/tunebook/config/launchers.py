@@ -55,6 +55,3 @@ class RayConfig(LauncherConfig):
     cpus_per_worker: int = number(1, at_least=1, unit="cores")  # CPU cores that Ray reserves for each worker
     # How often a run that lost a worker is started again, from its newest checkpoint
     max_failures: int = number(3, at_least=0)
-    env_vars: list[str] = field(default_factory=list)  # variables of the workers, as NAME=VALUE
-    pip: list[str] = field(default_factory=list)  # packages that Ray installs for the workers
-    ship_code: bool = False  # send this Tunebook along, for nodes where it is not installed

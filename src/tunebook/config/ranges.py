@@ -6,6 +6,7 @@ import operator
 from dataclasses import Field, field
 from typing import Any
 
+_SIGNS = {"at least": ">=", "above": ">", "at most": "<=", "below": "<"}
 _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 _HIGHEST = 10**15  # of numbers without another limit: every size is smaller, and its products are finite
 
@@ -37,6 +38,6 @@ def demand(setting: Field[Any], value: Any) -> str | None:
 
 
 def limits_text(setting: Field[Any]) -> str:
-    """The limits of a number, such as `at least 1, below 2`; empty if there are none."""
+    """The limits of a number, such as `>= 1, < 2`; empty if there are none."""
     limits = setting.metadata.get("limits", {})
-    return ", ".join(f"{words} {limit:,}" for words, limit in limits.items() if limit not in (None, _HIGHEST))
+    return ", ".join(f"{_SIGNS[words]} {limit:,}" for words, limit in limits.items() if limit not in (None, _HIGHEST))

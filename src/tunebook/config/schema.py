@@ -36,7 +36,6 @@ from tunebook.config.choices import (
     ScheduleName,
     Source,
     SpecialText,
-    StateDict,
     Strategy,
     Switch,
     TrackerName,
@@ -211,7 +210,6 @@ class ZeroConfig(ParallelismConfig):
     param_persistence_threshold: int | None = number(None, at_least=0, unit="elements")
     # zero3: elements the optimizer updates at once
     sub_group_size: int | None = number(None, at_least=1, unit="elements")
-    gather_weights_on_save: bool = True  # zero3: save one whole model, not only shards
     # bf16 only. autocast: as single and ddp compute. cast, DeepSpeed's own way, is faster and takes less memory, but
     # starts from rounded weights and loses updates smaller than the rounding
     mixed_precision: MixedPrecision = MixedPrecision.autocast
@@ -225,8 +223,6 @@ class FsdpConfig(ParallelismConfig):
     # Classes of modules that are sharded as one unit; empty: the model's own `_no_split_modules`
     wrap_classes: list[str] = field(default_factory=list)
     cpu_ram_efficient_loading: bool = True  # one rank reads the weights, the others start empty
-    # A checkpoint holds a shard per rank, or the whole model (full); the final model is always whole
-    state_dict: StateDict = StateDict.sharded
     # hsdp: GPUs that hold one whole model together; null: those of one node
     shard_group_size: int | None = number(None, at_least=1, unit="GPUs")
     # bf16 only. autocast: sums between layers stay in fp32, as in single and ddp. cast: all is bf16, for less memory
@@ -363,19 +359,6 @@ class TrackingConfig:
 
 
 @dataclass(kw_only=True)
-class CodeConfig:
-    """How programs are asked for and counted by the tasks that have a model write code."""
-
-    # Programs per problem; null: the task's own, mostly 1
-    num_samples: int | None = number(None, at_least=1, unit="programs")
-    temperature: float | None = number(None, at_least=0)  # 0: always the likeliest token; null: the task's own
-    # Share of the likelihood that is sampled from; null: the task's own
-    top_p: float | None = number(None, above=0, at_most=1)
-    max_new_tokens: int | None = number(None, at_least=1, unit="tokens")  # the longest program; null: the task's own
-    pass_at_k: list[int] | None = None  # the ks that are reported, the first as the score; null: the task's own
-
-
-@dataclass(kw_only=True)
 class EvaluationConfig:
     """lm-evaluation-harness before and after the training."""
 
@@ -388,9 +371,8 @@ class EvaluationConfig:
     # Examples before each item; null: the task's own
     num_fewshot: int | None = number(None, at_least=0, unit="examples")
     # Look for the items of the tasks and of the validation part in the training documents, before training; report
-    # counts them, refuse does not train if they are there, disabled does not look
+    # counts them, disabled does not look
     contamination: Contamination = field(default=Contamination.report, metadata=_SAME_RESULT)
-    code: CodeConfig = field(default_factory=CodeConfig)  # how programs are sampled and counted
 
 
 @dataclass(kw_only=True)
@@ -429,8 +411,6 @@ class TrainingConfig:
     resume: str = field(default="auto", metadata=_SAME_RESULT)
     # What may differ from the checkpoint that is resumed
     resume_anyway: list[ResumeAnyway] = field(default_factory=list, metadata=_SAME_RESULT)
-    # organization/name that every save is uploaded to; null: nothing leaves the machine
-    push_to_hub: str | None = field(default=None, metadata=_SAME_RESULT)
 
 
 @dataclass(kw_only=True)

@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunebook.config.schema import HardwareConfig, RunConfig, starts_elsewhere
+from tunebook.config.schema import HardwareConfig
 from tunebook.errors import Problem, RequestError, counted
 from tunebook.files import cache_root
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
 from tunebook.hardware.disk import existing, size_text
-from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image
+from tunebook.hardware.image import IMAGE_FILE_VARIABLE, read_image
 from tunebook.hardware.links import BETWEEN_SOCKETS, links_text, read_links
 from tunebook.processes import Answer, ask
-from tunebook.train.requirements import check_environment, image_problem, torch_problems
+from tunebook.train.requirements import image_problem, torch_problems
 
 _NVML_TIMEOUT_S = 40.0  # 8 GPUs without persistence mode take 10 s or more
 _TORCH_TIMEOUT_S = 120.0  # importing torch takes 30 s from a cold network disk, NCCL looks at the machine for 20 s
@@ -84,8 +84,8 @@ def _gpus_found(machine: Machine) -> Finding:
     return Finding(id="gpus-found", what=f"{what}{driver}", fix=None if is_ok else fix)
 
 
-def check_image(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
-    """Check the image, the driver and the packages: for a recipe, else for any run on the GPUs of this machine."""
+def check_image(machine: Machine) -> Iterator[Finding]:
+    """Check the image, the driver and the packages, for any run on the GPUs of this machine."""
     try:
         image = read_image()
     except RequestError as error:
@@ -95,16 +95,12 @@ def check_image(machine: Machine, config: RunConfig | None) -> Iterator[Finding]
     if image is not None:
         what = f"the {image.generation} image: torch {image.torch}, CUDA {image.cuda or 'none'}"
     yield Finding(id="container", what=what)
-    yield from map(finding_of, _environment_problems(machine, config, image))
-
-
-def _environment_problems(machine: Machine, config: RunConfig | None, image: Image | None) -> list[Problem]:
-    if config is not None and not starts_elsewhere(config):
-        return check_environment(config, machine)
     if image is not None:
         problem = image_problem(HardwareConfig(gpus_per_node=len(machine.gpus)), None, machine, image)
-        return [problem] if problem is not None else []
-    return [*torch_problems(machine.gpus[0].generation, machine)] if machine.gpus else []
+        problems = [problem] if problem is not None else []
+    else:
+        problems = [*torch_problems(machine.gpus[0].generation, machine)] if machine.gpus else []
+    yield from map(finding_of, problems)
 
 
 def check_torch(machine: Machine) -> Finding:

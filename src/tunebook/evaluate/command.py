@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tunebook.config.book import PlacedPath, resolve_path
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.results import BEFORE
 from tunebook.evaluate.target import bare_config, find_target, results_folder
@@ -27,8 +26,6 @@ from tunebook.launch.supervise import ProcessEnd, StopRequests, run_and_wait
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import score_lines
-from tunebook.record.model_origin import allowed_mismatches
-from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.run_folder import LATEST, RUN_FILE, time_name
 from tunebook.record.scores import answers_of, score_rows
 from tunebook.terminal import print_text
@@ -47,8 +44,6 @@ class EvaluationRequest:
     limit: int | None = None  # items per task
     num_fewshot: int | None = None  # examples before each item
     batch_size: str | None = None  # of requests, or auto
-    allow_mismatch: str = ""  # comma-separated differences from training to allow
-    code: list[str] = field(default_factory=list)  # overrides such as evaluation.code.num_samples=20
     processes: int | None = None  # that share the requests
 
 
@@ -60,7 +55,6 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     the configuration; for another model in `<outputs>/evaluations/<name>/`.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the worker's error.
     """
-    allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
     target = find_target(request.model or request.run or LATEST, outputs, is_model=request.model is not None)
     if target.run is not None:
@@ -80,14 +74,13 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
             "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
-    check_code(settings)
+    check_code(settings.tasks)
     when = f"eval-{time_name()}-{os.getpid()}"
     file = folder / "evaluation" / f"{when}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     tasks = [str(resolve_path(task)) if isinstance(task, PlacedPath) else task for task in settings.tasks]
     atomic_write_text(file, config_to_yaml(replace(config, evaluation=replace(settings, tasks=tasks))))
     options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
-    options += [part for name in allowed for part in ("--allow-mismatch", name)]
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
     _report(file.with_suffix(".json"), end, when, console)
@@ -103,13 +96,13 @@ def read_batch_size(text: str) -> int | None:
 
 
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
-    """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override."""
+    """Return the settings of this evaluation. Raises: RequestError for an unknown suite or a wrong batch size."""
     settings = config.evaluation if request.suite is None else suite_settings(request.suite)
     options = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
     changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if request.batch_size is not None:
         changes["batch_size"] = read_batch_size(request.batch_size)
-    return apply_overrides(replace(settings, **changes), request.code)
+    return replace(settings, **changes)
 
 
 def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
@@ -118,8 +111,6 @@ def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
     if error is not None and not file.is_file():
         raise error
     record = read_json(file)
-    if record["bound"]["mismatches"]:
-        print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
     show_scores([record], file.parent.parent, console)
     print_text(f"written: {file}", console)
     if error is not None:
@@ -177,7 +168,4 @@ def score_table(records: list[dict[str, Any]], run: Path) -> Table:
         cells = [score.text if score is not None else "-" for score in row.scores[-len(records) :]]
         change = [row.scores[1].change or "-" if row.scores[1] is not None else "-"] if is_pair else []
         table.add_row(Text(name), row.num_items, *cells, *change)  # names may have brackets
-    if last["baseline"] is not None:
-        cells = ["" for _ in records[:-1]] + [format_value(last["baseline"]["value"], Unit.share)]
-        table.add_row(Text(f"baseline: {last['baseline']['name']}"), "", *cells)
     return table

@@ -6,7 +6,6 @@ If a task fails, the others still run, and the failures are listed at the end.
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 import tempfile
 import time
@@ -16,8 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.book import resolve_path
-from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError, first_line
 from tunebook.evaluate.code.judging import judge_programs, require_sandbox
@@ -53,7 +50,6 @@ class Evaluation:
     model: Path | None  # None: the weights that training starts from
     tasks: list[Task]
     trained: Origin | None = None  # the training's tokenizer, template and system prompt; None: unknown
-    allowed: tuple[str, ...] = ()  # those of `trained` that may differ
     placement: Placement = ONE_PROCESS
     process: int = 0  # of the placement's processes; the first writes the results
 
@@ -97,7 +93,7 @@ def evaluate(evaluation: Evaluation, started: float) -> None:
 
     config = evaluation.config
     evaluation.folder.mkdir(exist_ok=True)
-    tokenizer, bound = bound_tokenizer(config, evaluation.model, evaluation.trained, evaluation.allowed)
+    tokenizer, bound = bound_tokenizer(config, evaluation.model, evaluation.trained)
     file = evaluation.folder / f"{evaluation.when}.json"
     with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
         settings = HarnessSettings(
@@ -210,7 +206,6 @@ def _write_results(
         "tasks": scores,
         "failed": {name: describe_error(error) for name, error in results.failed.items()},
         "samples": choose_samples(all_answers),
-        "baseline": score_baseline(evaluation),
         "harness_version": version("lm_eval"),
         "seeds": SEEDS,
         "limit": config.limit,
@@ -230,25 +225,3 @@ def _describe_model(evaluation: Evaluation) -> str:
         return str(evaluation.model.relative_to(evaluation.run) if is_inside else evaluation.model)
     model = evaluation.config.model
     return f"{model.name or model.path} ({model.weights.name} weights)"
-
-
-def score_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
-    """Score the first task that has a baseline without a model, on the same items and the file that the run trains on.
-
-    `metadata.baseline` of the task names a Python file. It defines `NAME`, a short text, and
-    `score(train_file, heldout_file) -> dict[str, float]`: the share of held-out items answered correctly, under
-    `overall` and under each group. None without such a task or file, and with a limit, because a baseline always
-    answers every item.
-    """
-    dataset = evaluation.config.dataset
-    if dataset.source is not Source.files or dataset.path is None or evaluation.config.evaluation.limit is not None:
-        return None
-    train_file = resolve_path(dataset.path)
-    for task in evaluation.tasks if train_file.is_file() else ():
-        if task.baseline is not None and task.conversations is not None:
-            module = runpy.run_path(str(task.baseline))
-            scores: dict[str, float] = dict(module["score"](train_file, task.conversations))
-            overall = float(scores.pop("overall"))
-            groups = {group: {"value": scores[group]} for group in sorted(scores)}
-            return {"name": str(module["NAME"]), "value": overall, "groups": groups}
-    return None

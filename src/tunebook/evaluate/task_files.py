@@ -1,25 +1,24 @@
 """Find the tasks of an evaluation: the harness' own by name, YAML files in its format, and suites of them.
 
-Two keys under `metadata` are Tunebook's. `conversations` names a file of held-out conversations, relative to the YAML
-file. Before each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, which is the
-task's `test` split. `baseline` names a Python file with a function that scores the same items without a model.
+`metadata.conversations` is Tunebook's: it names a file of held-out conversations, relative to the YAML file. Before
+each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, the task's `test` split.
 
 A suite is an evaluation group of the book, with its tasks, limit, examples and batch size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
-from tunebook.config.book import book_root, is_task_file, resolve_path
+from tunebook.config.book import is_task_file, resolve_path
+from tunebook.config.compose import compose
 from tunebook.config.schema import EvaluationConfig
-from tunebook.errors import RequestError, did_you_mean
-from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task, with_choice
+from tunebook.errors import RequestError
+from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,6 @@ class Task:
     name: str
     file: Path | None = None  # None: the harness' own
     conversations: Path | None = None
-    baseline: Path | None = None
     code: CodeTask | None = None  # the model writes programs, which the sandbox judges
 
     @property
@@ -49,18 +47,6 @@ def resolve_task(task: str) -> Task:
     return read_task_file(book_tasks[task]) if task in book_tasks else Task(name=task)
 
 
-def resolve_tasks(evaluation: EvaluationConfig) -> list[Task]:
-    """Return all tasks of an evaluation; `evaluation.code` applies to its code tasks.
-
-    Raises: RequestError for a file that is no task, and for a contradiction between a task and `evaluation.code`.
-    """
-    tasks = [resolve_task(task) for task in evaluation.tasks]
-    return [
-        task if task.code is None else replace(task, code=with_choice(task.name, task.code, evaluation.code))
-        for task in tasks
-    ]
-
-
 def read_task_file(file: Path) -> Task:
     """Read a task's YAML. Raises: RequestError if it is missing, is no task, or executes generated programs."""
     config = _read_yaml(file)
@@ -70,11 +56,13 @@ def read_task_file(file: Path) -> Task:
     if runs_code(config):
         raise refuse_code(name)
     metadata = config.get("metadata") or {}
-    files = {key: (file.parent / metadata[key]).resolve() for key in ("conversations", "baseline") if key in metadata}
-    for key, path in files.items():
-        if not path.is_file():
-            raise RequestError(f"{file}: metadata.{key}: there is no file {path}", problem_id="task-file")
-    return Task(name=name, file=file, code=read_code_task(file, config), **files)
+    conversations = None
+    if "conversations" in metadata:
+        conversations = (file.parent / metadata["conversations"]).resolve()
+        if not conversations.is_file():
+            message = f"{file}: metadata.conversations: there is no file {conversations}"
+            raise RequestError(message, problem_id="task-file")
+    return Task(name=name, file=file, code=read_code_task(file, config), conversations=conversations)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -120,17 +108,5 @@ def refuse_code(name: str) -> RequestError:
 
 
 def suite_settings(name: str) -> EvaluationConfig:
-    """Return a suite's evaluation settings. Raises: RequestError for an unknown suite, with the nearest name."""
-    suites: dict[str, Any] = {}
-    for file in sorted((book_root() / "hydra_configs" / "evaluation").glob("*.yaml")):
-        merged = OmegaConf.merge(OmegaConf.structured(EvaluationConfig), OmegaConf.load(file))
-        if not OmegaConf.is_missing(merged, "tasks") and merged.tasks:
-            suites[file.stem] = OmegaConf.to_object(merged)
-    if name not in suites:
-        raise RequestError(
-            f"there is no suite '{name}'.{did_you_mean(name, suites, 'All suites: tunebook explain evaluation.')} For "
-            "tasks of lm-evaluation-harness, or YAML files of your own, type tasks=gsm8k,mine.yaml",
-            problem_id="unknown-suite",
-        )
-    settings: EvaluationConfig = suites[name]
-    return settings
+    """A suite's evaluation settings, those of `evaluation=NAME`. Raises: RequestError for an unknown suite."""
+    return compose(None, [f"evaluation={name}"]).config.evaluation

@@ -5,7 +5,6 @@ Evaluations and chats both load here, so that they get the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,19 +75,18 @@ def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
 
 
 def bound_tokenizer(
-    config: RunConfig, folder: Path | None, trained: Origin | None, allowed: Collection[str] = ()
+    config: RunConfig, folder: Path | None, trained: Origin | None
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
     """Load a model's tokenizer and compare it with the training's; return it and the record of the comparison.
 
-    If the model needs the weights that the run started from, they are compared too. Raises: DataError for a difference
-    that is not in `allowed`.
+    If the model needs the weights that the run started from, they are compared too. Raises: DataError for a difference.
     """
     tokenizer = load_tokenizer(tokenizer_of_run(config.model, folder), is_padded=False)
     if not has_padding_token(tokenizer):
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked
-    bound = check_bound(trained, tokenizer, config.dataset.system_prompt, allowed)
+    bound = check_bound(trained, tokenizer, config.dataset.system_prompt)
     if folder is None or is_adapter(folder):
-        bound["mismatches"] = [*bound["mismatches"], *check_base(trained, config.model, allowed)]
+        check_base(trained, config.model)
     return tokenizer, bound
 
 

@@ -27,12 +27,12 @@ from tunebook.evaluate.evaluation import Evaluation, evaluate
 from tunebook.evaluate.harness import prepare_environment
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.results import AFTER
-from tunebook.evaluate.task_files import resolve_tasks
+from tunebook.evaluate.task_files import resolve_task
 from tunebook.evaluate.trained_model import uses_gpu
 from tunebook.model.adapters import holds_model
-from tunebook.processes import ask_to_stop_when_parent_dies, ending, free_port
+from tunebook.processes import die_with_parent, ending, free_port
 from tunebook.record.contamination import CHECK
-from tunebook.record.model_origin import MISMATCHES, origin_of, read_origin
+from tunebook.record.model_origin import origin_of, read_origin
 from tunebook.record.run_folder import LOG_FILE, RUN_FILE
 from tunebook.terminal import quiet_libraries
 
@@ -83,7 +83,7 @@ def _evaluate_share(process: int, evaluation: Evaluation, started: float, port: 
     from accelerate import PartialState
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends these
-    ask_to_stop_when_parent_dies()
+    die_with_parent()  # answers of finished tasks are kept
     size = str(evaluation.placement.num_processes)
     os.environ |= {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -104,7 +104,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
     parser.add_argument("--processes", type=int, help="processes that share the requests; default: one for each GPU")
-    parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
     parser.add_argument("--config", type=Path, help="a configuration with other tasks, or of a model without a run")
     return parser.parse_args(arguments)
 
@@ -123,7 +122,6 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
-        tasks=resolve_tasks(config.evaluation),
+        tasks=[resolve_task(task) for task in config.evaluation.tasks],
         trained=origin_of(run) if (run / RUN_FILE).is_file() else read_origin(model) if model is not None else None,
-        allowed=tuple(request.allow_mismatch),
     )

@@ -33,7 +33,6 @@ _RESULT_LOCATION_PREFIXES = (
     "outputs=",
     "training.resume=",
     "tracking",
-    "training.push_to_hub=",
     "dataset.num_workers=",
 )
 _CLUSTER_PREFIX = "launcher."  # a partition or an account is private; the launcher's name is not
@@ -206,9 +205,9 @@ def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -
 def _lock_of(environment: dict[str, Any]) -> Lock | None:
     """The lock that a run was compared with; None if it was not."""
     recorded = environment["lock"]
-    if recorded["differences"] is None and environment["lock_sha256"] is None:
+    differences = recorded["differences"]
+    if differences is None:
         return None
-    differences = recorded["differences"] or {}  # None for an image without a list: its build found no differences
     important = {name: difference for name, difference in differences.items() if matters(name)}
     return Lock(
         name=recorded["name"], sha256=recorded["sha256"], differences=important,

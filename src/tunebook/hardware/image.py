@@ -39,7 +39,7 @@ class Image:
     git_commit: str | None
     git_diff_sha256: str | None  # None: nothing was changed since the commit
     base_image: str | None
-    packages: Mapping[str, str] | None  # locked versions, which the build found installed; older images lack it
+    packages: Mapping[str, str]  # locked versions, which the build found installed
 
     @property
     def is_for_gpus(self) -> bool:
@@ -61,7 +61,7 @@ def read_image(environment: Mapping[str, str] = os.environ) -> Image | None:
     if not named:
         return None
     try:
-        stated = {"packages": None} | json.loads(Path(named).read_text(encoding="utf-8"))
+        stated = json.loads(Path(named).read_text(encoding="utf-8"))
         facts = {field.name: stated[field.name] for field in fields(Image)}
         pairs = (text.split(".") for text in facts["compute_capabilities"])
         facts["compute_capabilities"] = tuple((int(major), int(minor)) for major, minor in pairs)

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tunebook
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.launchers import RayConfig
@@ -90,8 +89,10 @@ def worker_resources(config: RunConfig) -> dict[str, float]:
     return {"CPU": float(settings.cpus_per_worker)} | gpu
 
 
-def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
+def connect(address: str, variables: dict[str, str] | None = None) -> Any:
     """Connect this process to the cluster at an address, `auto` or `local`; return the package `ray`.
+
+    `variables` are those of the workers.
 
     Raises: ConnectionError or RuntimeError, from Ray, if there is no cluster.
     """
@@ -102,19 +103,8 @@ def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_UNTIL_THE_HEAD_IS_GONE_S))
     ray: Any = import_module("ray")
     here = {"include_dashboard": False} if address == "local" else {}
-    ray.init(address=address, runtime_env=runtime_env, logging_level=logging.WARNING, **here)
+    ray.init(address=address, runtime_env={"env_vars": variables or {}}, logging_level=logging.WARNING, **here)
     return ray
-
-
-def runtime_env(settings: RayConfig) -> dict[str, Any]:
-    """Return Ray's runtime environment for the workers."""
-    variables = dict(variable.split("=", 1) for variable in settings.env_vars)
-    environment: dict[str, Any] = {"env_vars": handed_on(os.environ) | variables}
-    if settings.pip:
-        environment["pip"] = list(settings.pip)
-    if settings.ship_code:
-        environment["py_modules"] = [str(Path(tunebook.__file__).parent)]
-    return environment
 
 
 def make_trainer(config: RunConfig, folder: Path) -> Any:
@@ -225,7 +215,7 @@ def main() -> int:
     settings = config.launcher
     assert isinstance(settings, RayConfig)
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(settings.timeout_s))
-    ray = connect(settings.address, runtime_env(settings))
+    ray = connect(settings.address, handed_on(os.environ))
     try:
         make_trainer(config, folder).fit()
     finally:

@@ -19,19 +19,6 @@ def is_out_of_reach(error: BaseException) -> bool:
     return any(isinstance(cause, kinds) or "connect" in type(cause).__name__.lower() for cause in causes(error))
 
 
-def upload_problem() -> str | None:
-    """Why nothing can be uploaded, and what to do; None if the hub accepts the account."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().whoami()
-    except Exception as error:  # the hub's errors, and those of the HTTP library below it
-        if is_out_of_reach(error):
-            return "the hub is out of reach (or HF_HUB_OFFLINE is set); upload later, from a machine with a network"
-        return "the hub knows no account here; run `hf auth login`, or set HF_TOKEN"
-    return None
-
-
 def fetch_files(
     name: str, revision: str | None, patterns: Iterable[str], kind: str = "model", key: str = "model"
 ) -> Path:

@@ -124,7 +124,7 @@ def _zero_optimization(config: RunConfig, zero: ZeroConfig) -> dict[str, Any]:
             "stage3_max_reuse_distance": zero.max_reuse_distance,
             "stage3_prefetch_bucket_size": _or_auto(zero.prefetch_bucket_size),
             "stage3_param_persistence_threshold": _or_auto(zero.param_persistence_threshold),
-            "stage3_gather_16bit_weights_on_model_save": zero.gather_weights_on_save,
+            "stage3_gather_16bit_weights_on_model_save": True,
         }
     settings |= {key: value for key, value in values.items() if value is not None}
     for key, target in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):

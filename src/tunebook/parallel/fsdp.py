@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, PeftMethod, StateDict, Strategy
+from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, PeftMethod, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.sharing import mixes_formats
 from tunebook.facts.strategies import STRATEGIES
@@ -16,8 +16,6 @@ from tunebook.facts.strategies import STRATEGIES
 if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-_STATE_DICTS = {StateDict.sharded: "SHARDED_STATE_DICT", StateDict.full: "FULL_STATE_DICT"}
 
 
 def is_fsdp(strategy: Strategy) -> bool:
@@ -43,7 +41,7 @@ def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # of the classes of `unit_classes`
             "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
             "cpu_offload": is_offloaded,  # transformers silently drops `offload_params`, accelerate's own name
-            "state_dict_type": _STATE_DICTS[fsdp.state_dict],
+            "state_dict_type": "SHARDED_STATE_DICT",  # of checkpoints; the final model is whole
         },
         # Reduce gradients after every pass. By default they are reduced after the last accumulated pass, and until then
         # every GPU holds whole gradients.

@@ -9,17 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.book import book_root, find_recipes
+from tunebook.config.book import find_recipes
 from tunebook.config.choices import Weights
-from tunebook.config.compose import Composition, compose, place_of
-from tunebook.config.frozen import config_to_yaml
-from tunebook.config.identity import default_of, flat, plain
+from tunebook.config.compose import Composition, compose
 from tunebook.config.schema import HardwareConfig, ModelConfig, RunConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError, TunebookError
 from tunebook.hardware.detect import Machine, detect_machine
-from tunebook.plan.auto.decisions import AS_ASKED
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.verdict import MemoryPlan, measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.rules import check, located
@@ -228,29 +225,3 @@ def _problems_json(draft: Draft) -> list[dict[str, Any]]:
     errors = [*([draft.error] if draft.error else []), *draft.shortcomings]
     stopped: dict[str, Any] = {"key": None, "fix": None, "is_error": True, "place": None}
     return problems + [{"id": error.problem_id, "message": error.message} | stopped for error in errors]
-
-
-def draft_yaml(draft: Draft) -> str:
-    """The resolved configuration as in run.yaml, with the origin of each value as a comment.
-
-    The draft has no errors, see `Draft.raise_errors`.
-    """
-    assert draft.composition is not None
-    composition, autos = draft.composition, {choice.key: choice.why for choice in draft.resolved.choices}
-    groups, values = composition.groups, dict(flat(plain(draft.config)))
-
-    def origin(key: str) -> str:
-        group = key.partition(".")[0]
-        if autos.get(key, AS_ASKED) != AS_ASKED:
-            return f"auto: {autos[key]}"
-        if key in groups:
-            place = f"{key}={groups[key]}: {composition.choosers.get(key, 'default')}"
-        elif key not in values:  # a section: its values have comments
-            place = ""
-        elif (place_found := place_of(key, composition.layers)) is not None:
-            place = place_found
-        else:
-            place = f"{group}={groups[group]}" if group in groups and values[key] != default_of(key) else "default"
-        return place.replace(f"{book_root()}/", "")  # which is elsewhere on every machine
-
-    return config_to_yaml(draft.config, origin)

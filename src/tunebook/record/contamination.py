@@ -1,4 +1,4 @@
-"""Evaluation items in the training documents: `contamination.json`, its text, and `evaluation.contamination=refuse`.
+"""Evaluation items in the training documents: `contamination.json` and its text.
 
 The file is written by `evaluate.contamination`, which also records each evaluation's scores on clean and other items.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError, counted
+from tunebook.errors import counted
 from tunebook.files import read_json
 from tunebook.record.scores import score_text, unit_of
 
@@ -90,29 +90,3 @@ def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
         ]
         lines += [f"{name}: {', '.join(parts)}"] if parts else []
     return lines
-
-
-def refuse_contaminated(run: Path, config: RunConfig) -> None:
-    """Refuse a training if this is asked for and items were found, or could not be looked for.
-
-    One whole item is enough; of parts as many as for a warning, because a single run of 13 words may be a quotation.
-    Raises: DataError.
-    """
-    if config.evaluation.contamination is not Contamination.refuse:
-        return
-    result = read_contamination(run)
-    if result is None or result["not_checked"]:
-        reason = result["not_checked"] if result else "the message is above"
-        raise DataError(
-            f"evaluation.contamination=refuse, and the training documents could not be checked: {reason}. Train "
-            "without the check: evaluation.contamination=disabled",
-            problem_id="contamination-not-checked",
-        )
-    refused = {name: group for name, group in result["groups"].items() if group["num_exact"] or is_warning(group)}
-    if refused:
-        raise DataError(
-            f"evaluation.contamination=refuse: {'; '.join(result_lines(refused, None))}. Remove these documents from "
-            f"the training data ({run / CONTAMINATION_FILE} lists items and examples), or use evaluation.contamination="
-            "report, which reports the scores on clean items too",
-            problem_id="contaminated",
-        )

@@ -84,7 +84,6 @@ def measured_config(config: RunConfig, batch: BatchPlan) -> RunConfig:
         early_stopping_patience=None,
         resume="never",
         resume_anyway=[],
-        push_to_hub=None,
     )
     return replace(
         config,

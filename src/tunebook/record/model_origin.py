@@ -1,13 +1,11 @@
 """Which run a model comes from, and the check that tokenizer, chat template, system prompt and base model match it.
 
 The manifest of a run holds the hashes. An exported model folder holds them in `tunebook.json`, since such folders are
-copied and renamed; a folder without that file is a model like any other. A difference is an error unless the user
-allows it by name; then it is recorded with the scores.
+copied and renamed; a folder without that file is a model like any other. A difference is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.data.template import template_hash
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 from tunebook.files import atomic_write_json, read_json
 from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weight_files import weights_fingerprint
@@ -28,10 +26,12 @@ if TYPE_CHECKING:
 
 ORIGIN_FILE = "tunebook.json"
 FORMAT = 1  # increased when a key changes its meaning or is removed
-# Differences that `--allow-mismatch` can allow.
-TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE = "template", "tokenizer", "system_prompt", "base"
-MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE)
-_HASHES = {TEMPLATE: "chat_template_sha256", TOKENIZER: "tokenizer_sha256", SYSTEM_PROMPT: "system_prompt_sha256"}
+_TEMPLATE, _TOKENIZER, _SYSTEM_PROMPT = "chat_template_sha256", "tokenizer_sha256", "system_prompt_sha256"
+_PROBLEM_IDS = {
+    _TEMPLATE: "template-changed",
+    _TOKENIZER: "tokenizer-changed",
+    _SYSTEM_PROMPT: "system-prompt-changed",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,77 +92,52 @@ def read_origin(folder: Path) -> Origin | None:
 
 
 def check_bound(
-    trained: Origin | None,
-    tokenizer: PreTrainedTokenizerBase,
-    system_prompt: str | None,
-    allowed: Collection[str] = (),
+    trained: Origin | None, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
 ) -> dict[str, Any]:
-    """Refuse another template, tokenizer or system prompt than the training's, unless it is in `allowed`.
+    """Refuse another template, tokenizer or system prompt than the training's.
 
-    Returns the entry for an evaluation's record: the training that was compared with, the allowed differences that were
-    found, and the present hashes. Raises: DataError for the first difference that is not allowed.
+    Returns the entry for an evaluation's record: the training that was compared with, and the hashes. Raises: DataError
+    for the first difference.
     """
     present = {
-        TEMPLATE: template_hash(tokenizer),
-        TOKENIZER: tokenizer_hash(tokenizer),
-        SYSTEM_PROMPT: system_prompt_hash(system_prompt),
+        _TEMPLATE: template_hash(tokenizer),
+        _TOKENIZER: tokenizer_hash(tokenizer),
+        _SYSTEM_PROMPT: system_prompt_hash(system_prompt),
     }
-    recorded = {name: getattr(trained, key, None) for name, key in _HASHES.items()}
+    recorded = {name: getattr(trained, name, None) for name in present}
     # The trainer adds a padding token to a tokenizer that has none. That is not a difference.
     padding, tokenizer.pad_token = tokenizer.pad_token, None
-    if recorded[TOKENIZER] == (without_padding := tokenizer_hash(tokenizer)):
-        present[TOKENIZER] = without_padding
+    if recorded[_TOKENIZER] == (without_padding := tokenizer_hash(tokenizer)):
+        present[_TOKENIZER] = without_padding
     tokenizer.pad_token = padding
-    different = [name for name in _HASHES if recorded[name] not in (None, present[name])]
-    refused = next((name for name in different if name not in allowed), None)
-    if trained is not None and refused is not None:
-        place = "dataset.system_prompt of its run.yaml" if refused == SYSTEM_PROMPT else tokenizer.name_or_path
+    different = next((name for name in present if recorded[name] not in (None, present[name])), None)
+    if trained is not None and different is not None:
+        place = "dataset.system_prompt of its run.yaml" if different == _SYSTEM_PROMPT else tokenizer.name_or_path
         raise DataError(
-            f"the {_HASHES[refused].removesuffix('_sha256').replace('_', ' ')} is not the one that the run "
-            f"{trained.run} was trained with (it is in {place}); restore it, since a model answers badly under another "
-            f"one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway and records that)",
-            problem_id=f"{refused.replace('_', '-')}-changed",
+            f"the {different.removesuffix('_sha256').replace('_', ' ')} is not the one that the run {trained.run} was "
+            f"trained with (it is in {place}); restore it, since a model answers badly under another one. An export "
+            f"without its {ORIGIN_FILE} is a model of no run, and is not compared",
+            problem_id=_PROBLEM_IDS[different],
         )
-    hashes = {key: present[name] for name, key in _HASHES.items()}
-    return {"to": None if trained is None else trained.run, "mismatches": different, **hashes}
+    return {"to": None if trained is None else trained.run, **present}
 
 
-def check_base(
-    trained: Origin | None,
-    model: ModelConfig,
-    allowed: Collection[str] = (),
-    *,
-    way_out: str = f"`tunebook eval --allow-mismatch {BASE}` evaluates it anyway and records that",
-) -> list[str]:
+def check_base(trained: Origin | None, model: ModelConfig) -> None:
     """Refuse another base model than an adapter was trained on; `model` is the configured base.
 
-    Only weights in a folder have a fingerprint, so a base that is named on the hub is not compared.
-    `way_out` says how to continue anyway. Returns the mismatches to record. Raises: DataError for another base,
-    RequestError for one that cannot be read.
+    Only weights in a folder have a fingerprint, so a base that is named on the hub is not compared. Raises: DataError
+    for another base, RequestError for one that cannot be read.
     """
     if trained is None or trained.weights_fingerprint is None or model.path is None:
-        return []
+        return
     present = weights_fingerprint(model)
     if present == trained.weights_fingerprint:
-        return []
-    if BASE in allowed:
-        return [BASE]
+        return
     weights = f"have the fingerprint {present[:12]}..." if present is not None else "are not there"
     raise DataError(
         f"the base model is not the one that the run {trained.run} was trained on: the weights of "
         f"{resolve_path(model.path)} {weights}, and the run started from "
         f"{trained.weights_fingerprint[:12]}...; restore those weights, since an adapter fits only its own base, or "
-        f"train again on these ({way_out})",
+        f"train again on these (tunebook export without --merge writes the adapter alone)",
         problem_id="base-changed",
     )
-
-
-def allowed_mismatches(text: str) -> list[str]:
-    """The names in `--allow-mismatch template,tokenizer`. Raises: RequestError for an unknown one."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in MISMATCHES]:
-        raise RequestError(
-            f"--allow-mismatch {text}: there is no '{unknown[0]}'; type one or more of {', '.join(MISMATCHES)}",
-            problem_id="unknown-mismatch",
-        )
-    return names

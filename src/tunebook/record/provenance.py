@@ -75,13 +75,11 @@ def describe_environment(generation: str) -> dict[str, Any]:
     image = read_image()
     installed = installed_versions()
     lock = _describe_lock(generation, image, installed)
-    # The build of an image that does not list its packages compared them, too, or it would have failed.
-    is_installed = lock["differences"] == {} or (image is not None and image.packages is None)
     kept = ("generation", "sources_sha256", "torch", "cuda", "attention", "base_image")
     return {
         "image_digest": os.environ.get(IMAGE_DIGEST_VARIABLE) or None,
         "image": {name: getattr(image, name) for name in kept} if image else None,
-        "lock_sha256": lock["sha256"] if is_installed else None,
+        "lock_sha256": lock["sha256"] if lock["differences"] == {} else None,
         "lock": lock,
         "installed_sha256": sha256_text("\n".join(sorted(f"{name}=={installed[name]}" for name in installed))),
         "python": platform.python_version(),
@@ -104,13 +102,11 @@ def _describe_lock(generation: str, image: Image | None, installed: Mapping[str,
     lock: dict[str, Any] = {"name": folder.name, "sha256": None, "differences": None, "reason": None}
     if image is not None:
         lock["sha256"] = image.lock_sha256
-        if image.packages is None:
-            return lock | {"reason": "the image does not list its packages; its build compared them with the lock"}
     elif file.is_file():
         lock["sha256"] = sha256_file(file)
     else:
         return lock | {"reason": f"there is no docker/{folder.name}/requirements.lock in the book"}
-    locked = image.packages if image and image.packages else generation_versions(folder, installed)
+    locked = image.packages if image else generation_versions(folder, installed)
     differences = lock_differences(locked, installed, optional_versions(docker, folder))
     if not (version := platform.python_version()).startswith(f"{LOCKED_PYTHON}."):
         differences[PYTHON_NAME] = {"installed": version, "locked": LOCKED_PYTHON}

@@ -1,4 +1,4 @@
-"""`report.html`: one run, or a comparison of several, as a single self-contained page.
+"""`report.html`: one run as a single self-contained page.
 
 Its content security policy forbids the browser to fetch anything and to run any script but the page's own, which shows
 values under the pointer. Text of a sample answer therefore cannot do harm.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -24,20 +24,16 @@ from tunebook.files import atomic_write_text
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.locks import describe_differences
-from tunebook.record.page.charts import dash_of_run, loss_charts, other_charts, overlaid_charts
-from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
+from tunebook.record.page.charts import loss_charts, other_charts
+from tunebook.record.page.numbers import Unit, format_count, format_duration, format_value
 from tunebook.record.page.overview import (
-    Summary,
     build_prediction,
     describe_duration,
     describe_machine,
-    flatten,
     format_time,
     main_score,
-    memory_bars,
     recipe_of,
     speed_unit,
-    start_bars,
     state_of,
     summarize,
     title_of,
@@ -46,8 +42,6 @@ from tunebook.record.page.overview import (
 from tunebook.record.run_record import RunRecord, read_run
 from tunebook.record.scores import (
     answers_of,
-    baseline_of,
-    compare_scores,
     later_evaluations,
     pair_samples,
     score_rows,
@@ -58,14 +52,13 @@ _NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists a
 TEMPLATES = Path(__file__).parent / "page"
 
 
-def write_report(folders: Sequence[Path], output: Path) -> None:
-    """Write the report of one run, or the comparison of several, to `output`, whose folder is created.
+def write_report(folder: Path, output: Path) -> None:
+    """Write the report of a run to `output`, whose folder is created.
 
     Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DataError for a
     damaged record.
     """
-    records = [read_run(folder) for folder in folders]
-    page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
+    page = render_run(read_run(folder))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
@@ -81,13 +74,11 @@ def render_run(record: RunRecord) -> str:
     before, after, manifest = record.before, record.after, record.manifest
     lock = (manifest.get("environment") or {}).get("lock") or {}
     summary, losses = summarize(record), loss_charts(record)
-    charts, missing = other_charts(record)
-    bars, memory_note = memory_bars(record, summary)
     return render_page(
         "run.html.jinja",
-        run=_head(record, summary),
+        run={"record": record, "summary": summary, "state": state_of(record)},
         title=title_of(record),
-        unit=speed_unit([record]),
+        unit=speed_unit(record),
         recipe=recipe_of(record),
         machine=describe_machine(record),
         took=describe_duration(summary),
@@ -99,7 +90,6 @@ def render_run(record: RunRecord) -> str:
         later=later_evaluations(record),
         before=before,
         after=after,
-        baseline=baseline_of(before, after),
         samples=pair_samples(before, after),
         contamination=record.contamination,
         contamination_scores=[
@@ -111,75 +101,13 @@ def render_run(record: RunRecord) -> str:
         kind_names=NAMES,
         faults=fault_rows(before, after),
         loss=losses[0] if losses else None,
-        charts=losses[1:] + charts,
-        missing_charts=missing,
+        charts=losses[1:] + other_charts(record),
         prediction=build_prediction(record, summary),
-        memory_bars=bars,
-        memory_note=memory_note,
-        start_bars=start_bars(record.manifest),
         plan=record.plan,
         dataset=manifest.get("dataset") or {},
         manifest=manifest,
         config=record.config,
     )
-
-
-def render_comparison(records: Sequence[RunRecord]) -> str:
-    """The page of several runs."""
-    names, summaries = short_names(records), [summarize(record) for record in records]
-    return render_page(
-        "comparison.html.jinja",
-        runs=list(zip(names, map(_head, records, summaries), strict=True)),
-        numbers=number_rows(records, summaries),
-        differences=config_differences(records),
-        not_compared=[name for name, record in zip(names, records, strict=True) if not record.config],
-        scores=compare_scores(records),
-        recipes=sorted({recipe_of(record) for record in records}),
-        charts=overlaid_charts(records, names),
-        dashes=[dash_of_run(index) for index in range(len(records))],
-    )
-
-
-def _head(record: RunRecord, summary: Summary) -> dict[str, Any]:
-    return {"record": record, "summary": summary, "state": state_of(record)}
-
-
-def short_names(records: Sequence[RunRecord]) -> list[str]:
-    """Unique names: the time if all runs are of one recipe, else recipe/time, else the path."""
-    is_one_recipe = len({record.folder.parent for record in records}) == 1
-    names = [record.folder.name if is_one_recipe else record.name for record in records]
-    return names if len(set(names)) == len(names) else [str(record.folder) for record in records]
-
-
-def number_rows(records: Sequence[RunRecord], summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """The runs' numbers as rows of a name and a value per run, without rows that no run recorded."""
-    numbers = (
-        ("Steps", "num_steps", Unit.whole), ("Tokens seen", "num_tokens", Unit.whole),
-        ("Final training loss", "final_loss", Unit.plain), ("Best validation loss", "best_validation_loss", Unit.plain),
-        (f"Tokens per second and {speed_unit(records)}", "tokens_per_second_per_gpu", Unit.plain),
-        ("MFU", "mfu", Unit.share), ("Padding", "padding_share", Unit.share),
-    )  # fmt: skip
-    peaks = [max(summary.peak_memory_gib, default=None) for summary in summaries]
-    rows = [
-        ("Hardware", [describe_machine(record) for record in records]),
-        *(
-            (label, [format_value(getattr(summary, key), unit) for summary in summaries])
-            for label, key, unit in numbers
-        ),
-        ("Peak memory", [format_value(peak, Unit.gib) for peak in peaks]),
-        ("Duration", [NO_VALUE if summary.seconds is None else describe_duration(summary) for summary in summaries]),
-    ]
-    return [(label, row) for label, row in rows if any(text != NO_VALUE for text in row)]
-
-
-def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Keys of run.yaml that differ between the runs that have one, with each run's value."""
-    flat = [dict(flatten(record.config)) if record.config else {} for record in records]
-    rows = []
-    for key in dict.fromkeys(key for config in flat for key in config):
-        if len({config.get(key, "not set") for config in flat if config}) > 1:
-            rows.append((key, [config.get(key, "not set") if config else NO_VALUE for config in flat]))
-    return rows
 
 
 def render_page(template: str, **view: Any) -> str:
@@ -189,10 +117,11 @@ def render_page(template: str, **view: Any) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "as_typed": as_typed, "count": format_count, "duration": format_duration, "flatten": flatten,
+        "as_typed": as_typed, "count": format_count, "duration": format_duration,
         "gib": partial(format_value, unit=Unit.gib), "number": format_value, "score": _score,
         "sentence": lambda text: text and text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else "."),
         "share": partial(format_value, unit=Unit.share), "time": format_time,
+        "yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
     }  # fmt: skip
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tunebook.record.run_record import RunRecord
 
 NUM_SAMPLES = 5
-FINAL_MODEL = "model"  # how a record names a run's own final model
 # How the chat templates of the recipes' models write a turn. Other prompts are shown unchanged.
 _TURN_PATTERNS = (
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
@@ -52,7 +51,6 @@ class ScoreRow:
     is_group: bool
     metric: str
     scores: list[Score | None]
-    baseline: float | None  # drawn as a tick on the bar
     has_bar: bool  # only if every score is a share
 
     @property
@@ -66,14 +64,11 @@ def score_rows(before: _Record, after: _Record, *answers: Answers) -> list[Score
     """Every task, each followed by its groups. A missing evaluation is empty. `answers`: those of both evaluations."""
     old, new = before.get("tasks", {}), after.get("tasks", {})
     names = list(dict.fromkeys([*new, *old]))
-    # A baseline does not name its task, so it is drawn only if there is a single one.
-    baseline = (baseline_of(before, after) or {}) if len(names) == 1 else {}
     rows = []
     for name in names:
-        rows.append(_row(name, [old, new], answers, baseline=baseline.get("value")))
+        rows.append(_row(name, [old, new], answers))
         for group in dict.fromkeys(group for tasks in (new, old) for group in tasks.get(name, {}).get("groups") or {}):
-            level = baseline.get("groups", {}).get(group, {}).get("value")
-            rows.append(_row(name, [old, new], answers, group, baseline=level))
+            rows.append(_row(name, [old, new], answers, group))
     return rows
 
 
@@ -82,8 +77,6 @@ def _row(
     columns: Sequence[_Tasks],
     answers: Sequence[Answers] = (),
     group: str | None = None,
-    *,
-    baseline: float | None = None,
 ) -> ScoreRow:
     """The row of a task, or of a group of its items. Changes are from the first column."""
     tasks = [column.get(name) for column in columns]
@@ -112,7 +105,6 @@ def _row(
         is_group=group is not None,
         metric=" / ".join(dict.fromkeys(task["metric"] for task in tasks if task is not None)),
         scores=scores,
-        baseline=baseline if unit is Unit.share else None,
         has_bar=unit is Unit.share,
     )
 
@@ -182,11 +174,6 @@ def _error_text(error: float | None, unit: Unit) -> str:
     return f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}"
 
 
-def baseline_of(before: _Record, after: _Record) -> dict[str, Any] | None:
-    """The baseline of the evaluations: `name`, `value` and `groups`; None without one."""
-    return after.get("baseline") or before.get("baseline")
-
-
 def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
     """The mean over the tasks that are not part of a group, and whether higher is better.
 
@@ -242,23 +229,3 @@ def later_evaluations(record: RunRecord) -> list[tuple[str, str, list[ScoreRow]]
         rows = [_row(name, [evaluation["tasks"]]) for name in evaluation["tasks"]]
         evaluations.append((evaluation["when"], evaluation["model"] + limit, rows))
     return evaluations
-
-
-def compare_scores(records: Sequence[RunRecord]) -> list[ScoreRow]:
-    """Every task that any of the runs was evaluated on, a column per run. Changes are from the first run.
-
-    The score is that of the run's final model: after training, or from the newest later evaluation.
-    """
-    columns: list[dict[str, Any]] = []
-    answers: list[Answers] = []
-    for record in records:
-        later = [evaluation for evaluation in record.evaluations if evaluation["model"] == FINAL_MODEL]
-        tasks: dict[str, Any] = {}
-        values: dict[Any, Any] = {}
-        for evaluation in filter(None, (record.after, *reversed(later))):
-            answered = answers_of(record.folder, evaluation)
-            values |= {key: items for key, items in answered.items() if key[0] not in tasks}
-            tasks = evaluation["tasks"] | tasks
-        columns.append(tasks)
-        answers.append(values)
-    return [_row(name, columns, answers) for name in dict.fromkeys(name for column in columns for name in column)]

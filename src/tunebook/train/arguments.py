@@ -139,8 +139,6 @@ def _saving(config: RunConfig, has_validation: bool) -> dict[str, Any]:
     if training.load_best_at_end or training.early_stopping_patience:
         metric = training.best_metric
         arguments |= {"metric_for_best_model": metric, "greater_is_better": is_higher_better(metric)}
-    if training.push_to_hub is not None:
-        arguments |= {"push_to_hub": True, "hub_model_id": training.push_to_hub, "hub_strategy": "every_save"}
     return arguments
 
 

@@ -58,7 +58,7 @@ class StopOnRequest(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Complete the last save before upstream waits for its uploads. Raises: as `on_step_end`."""
+        """Complete the last save. Raises: as `on_step_end`."""
         self.saver.settle()
 
 

@@ -1,6 +1,6 @@
 """A trainer mixin for checkpoints: complete or absent, verified before a load, and resumed by run.yaml's settings.
 
-Overridden in transformers' Trainer: `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_load_best_model`,
+Overridden in transformers' Trainer: `_save_checkpoint`, `_get_output_dir`, `_load_best_model`,
 `_save` (an adapter's generation settings), `_determine_best_metric` (only saved steps are ranked), `create_scheduler`
 and `_load_optimizer_and_scheduler` (run.yaml's hyperparameters apply after a resume), `_run_epoch` (a resumed run may
 be complete already), `_issue_warnings_after_load` (weights that were not loaded are an error), `create_model_card`
@@ -40,8 +40,6 @@ class CompleteCheckpoints(RecordedLogs):
         self._is_saving = False
         self._is_universal = False  # True if the loaded checkpoint is from another number of ranks
         super().__init__(*args, **kwargs)
-        if self.args.push_to_hub:
-            saver.when_complete = self._upload
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a complete checkpoint or none, and never weights after a non-finite loss.
@@ -89,22 +87,10 @@ class CompleteCheckpoints(RecordedLogs):
         folder: str = super()._get_output_dir(trial)
         return folder
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing while it is being written: see `_upload`."""
-
     def create_model_card(  # type: ignore[override]  # as TRL's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Nothing: `tunebook export` writes a card from the run's records."""
-
-    def _upload(self, checkpoint: Path) -> None:
-        """Upload a complete checkpoint under its own step; upstream would use the present step of the training."""
-        now = self.state.global_step
-        self.state.global_step = step_of(checkpoint) or now
-        try:
-            super()._push_from_checkpoint(str(checkpoint))
-        finally:
-            self.state.global_step = now
 
     def loadable(self, checkpoint: Path) -> Path:
         """The folder to load a checkpoint from: a converted one if ZeRO's number of ranks has changed. A collective."""

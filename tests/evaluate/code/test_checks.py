@@ -14,10 +14,9 @@ from tunebook.commands import attempt, preflight
 from tunebook.config.choices import LauncherName
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.launchers import SlurmConfig
-from tunebook.config.schema import CodeConfig, EvaluationConfig, ModelConfig
+from tunebook.config.schema import EvaluationConfig, ModelConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import worker
-from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
 from tunebook.launch.supervise import StopRequests
 
@@ -33,7 +32,7 @@ def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_sandbox_an_evaluation_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     evaluation = EvaluationConfig(tasks=["small_python"])
     with pytest.raises(RequestError) as raised:
-        check_code(evaluation)
+        check_code(evaluation.tasks)
     assert raised.value.problem_id == "sandbox-missing"
     config = cpu_run(model=ModelConfig(path="/nowhere"), evaluation=evaluation)
     (tmp_path / "run.yaml").write_text(config_to_yaml(config))
@@ -54,16 +53,3 @@ def test_without_a_sandbox_a_training_is_refused_but_not_a_job_on_its_own_node(w
         assert raised.value.problem_id == "sandbox-missing"
     assert not (tmp_path / "evaluation").exists()
     preflight.check_sandbox(replace(config, launcher=SlurmConfig(name=LauncherName.slurm, partition="main")))
-
-
-def test_overrides_of_the_command_line() -> None:
-    before = EvaluationConfig(tasks=["humaneval"], code=CodeConfig(temperature=0.2))
-    overrides = ["evaluation.code.num_samples=20", "evaluation.code.pass_at_k=[1,10]", "evaluation.code.top_p=0.95"]
-    after = apply_overrides(before, overrides)
-    assert after.code == CodeConfig(num_samples=20, temperature=0.2, top_p=0.95, pass_at_k=[1, 10])
-    assert replace(after, code=before.code) == before
-    assert apply_overrides(after, ["evaluation.code.temperature=null"]).code.temperature is None
-    for override in ("num_sample=2", "num_samples=many", "top_p=1.5"):
-        with pytest.raises(RequestError) as raised:
-            apply_overrides(before, [f"evaluation.code.{override}"])
-        assert raised.value.problem_id == "unknown-key"

@@ -1,4 +1,4 @@
-"""The shipped tasks against the harness' own, whose code is read and never imported, and `evaluation.code`."""
+"""The shipped tasks against the harness' own, whose code is read and never imported, and task files of users."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
 from tests.evaluate.code.conftest import HARNESS_TASKS, requests_of
-from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.code_task import BUILDERS, FOLDER, CodeTask, book_task_files, with_choice
+from tunebook.evaluate.code.code_task import BUILDERS, FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
-from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
+from tunebook.evaluate.task_files import Task, read_task_file
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 HarnessFunction = Callable[[str, str], Callable[..., Any]]
@@ -99,38 +98,6 @@ def test_no_problem_is_passed_by_doing_nothing() -> None:
             names["check"](names[problem["entry_point"]])
 
 
-def code_of(name: str) -> CodeTask:
-    task = resolve_task(name)
-    assert task.code is not None and task.name == name
-    return task.code
-
-
-def test_samples_are_chosen() -> None:
-    choice = CodeConfig(num_samples=20, temperature=0.8, top_p=0.95, max_new_tokens=300, pass_at_k=[1, 10])
-    code = with_choice("humaneval", code_of("humaneval"), choice)
-    assert (code.num_samples, code.pass_at_k) == (20, (1, 10))
-    sampling = {"max_gen_toks": 300, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    assert code.generation == {"until": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]} | sampling
-    choice = CodeConfig(num_samples=1, temperature=0.0, pass_at_k=[1])  # takes the likeliest token
-    code = with_choice("t", code_of("humaneval_64"), choice)
-    assert code.generation["do_sample"] is False
-    assert "temperature" not in code.generation and "top_p" not in code.generation
-
-
-@pytest.mark.parametrize(
-    ("choice", "problem_id"),
-    [
-        (CodeConfig(pass_at_k=[1, 10]), "too-few-samples"),
-        (CodeConfig(num_samples=5), "code-sampling"),
-        (CodeConfig(top_p=0.9), "code-sampling"),
-    ],
-)
-def test_contradictions(choice: CodeConfig, problem_id: str) -> None:
-    with pytest.raises(RequestError) as raised:
-        with_choice("humaneval", code_of("humaneval"), choice)
-    assert raised.value.problem_id == problem_id
-
-
 @pytest.mark.parametrize(
     "lines",
     [
@@ -141,6 +108,8 @@ def test_contradictions(choice: CodeConfig, problem_id: str) -> None:
         "code: {programm: answer}",
         "code: []",
         "code: {program: answer}\nrepeats: many",
+        "code: {program: answer, pass_at_k: [1, 10]}",
+        "code: {program: answer}\nrepeats: 5",
         "code: {program: answer}\noutput_type: multiple_choice",
     ],
 )
@@ -156,7 +125,8 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("")
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "task: mine\nrepeats: 3\nmetadata: {code: {program: answer, time_limit_s: 1, problems: mine.jsonl}}"
+        "task: mine\nrepeats: 3\ngeneration_kwargs: {do_sample: true}\n"
+        "metadata: {code: {program: answer, time_limit_s: 1, problems: mine.jsonl}}"
     )
     code = read_task_file(file).code
     assert code is not None

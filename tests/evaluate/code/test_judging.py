@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.evaluate.code.code_task import book_task_files
 from tunebook.evaluate.code.judging import estimate_pass_at_k, judge_programs
 from tunebook.evaluate.results import task_answers, task_scores
-from tunebook.evaluate.task_files import Task, read_task_file, resolve_tasks
+from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
 
 pytestmark = pytest.mark.usefixtures("quiet_harness", "bubblewrap")
 
@@ -24,13 +23,12 @@ RIGHT, WRONG, ENDLESS = object(), "    return 'wrong'\n", "    while True:\n    
 
 
 def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> Task:
-    [task] = resolve_tasks(EvaluationConfig(tasks=[name], code=CodeConfig(**choice)))
-    return with_limit(task, time_limit_s)
+    return with_limit(resolve_task(name), time_limit_s, **choice)
 
 
-def with_limit(task: Task, time_limit_s: float = PATIENT_S) -> Task:
+def with_limit(task: Task, time_limit_s: float = PATIENT_S, **choice: Any) -> Task:
     assert task.code is not None
-    return replace(task, code=task.code.model_copy(update={"time_limit_s": time_limit_s}))
+    return replace(task, code=task.code.model_copy(update={"time_limit_s": time_limit_s} | choice))
 
 
 def judge(results: dict[str, Any], tasks: list[Task], file: Path) -> dict[str, Any]:
@@ -57,7 +55,8 @@ def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> Non
         "is_palindrome": ["  \n", WRONG],
         "chunks": [WRONG, RIGHT],
     }
-    task = task_named("small_python", num_samples=2, temperature=0.8, pass_at_k=[1, 2])
+    sampling = {"do_sample": True, "temperature": 0.8, "max_gen_toks": 384}
+    task = task_named("small_python", num_samples=2, generation=sampling, pass_at_k=(1, 2))
     results = generate([task], answers_of(table), limit=5)
     record = judge(results, [task], tmp_path / "programs.jsonl")
 

@@ -123,7 +123,6 @@ def test_what_is_offloaded_takes_what_was_measured(line):
         (ParallelismConfig(strategy=Strategy.single), 4),  # copied from rank 0's GPU
         (ZeroConfig(strategy=Strategy.zero1), 4 * 4),  # on each of the node's ranks
         (ZeroConfig(strategy=Strategy.zero3), 4),
-        (ZeroConfig(strategy=Strategy.zero3, gather_weights_on_save=False), 0),
         (FsdpConfig(strategy=Strategy.fsdp), 4),
     ],
 )

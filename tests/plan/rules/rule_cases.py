@@ -273,7 +273,6 @@ CASES = [
         for option in ("--array=0-3", "-N3", "--nodes 3")
     ),
     Case("ray-settings-form", "launcher.address", {"launcher.address": "ray://head:10001"}, RAY),
-    Case("ray-settings-form", "launcher.env_vars", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
     Case("control-characters", "launcher.partition", {"launcher.partition": "main\n#x"}, SLURM),
     # ignored
     *(

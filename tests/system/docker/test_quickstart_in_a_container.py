@@ -89,7 +89,7 @@ def test_compose_evaluates_the_newest_finished_run_and_trains(trained, checkout,
 def test_programs_that_the_model_writes_run_in_the_sandbox_which_make_starts(trained, checkout, in_checkout):
     folder = (checkout / "outputs" / "quickstart" / "latest").resolve()
     before = set((folder / "evaluation").glob("eval-*[Z0-9].json"))
-    words = f"run={folder} tasks=[small_python_instruct] --limit 2 evaluation.code.max_new_tokens=48"
+    words = f"run={folder} tasks=[small_python_instruct] --limit 2"
     try:
         done = in_checkout("make", "eval", f"ARGS={words}", "WHERE=container", "GPU=cpu", timeout_s=900)
         assert done.returncode == 0, done.stdout[-4000:]

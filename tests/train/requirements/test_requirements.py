@@ -76,7 +76,7 @@ def inside(monkeypatch, tmp_path, installed):
             "arch_list": [] if generation == "cpu" else FLAGS[pins.torch],
             "attention": "flash-attn-2" if has_flash else "none",
             "lock_sha256": "1" * 64, "sources_sha256": "2" * 64, "git_commit": None, "git_diff_sha256": None,
-            "base_image": "debian:12.12-slim",
+            "base_image": "debian:12.12-slim", "packages": {},
         }  # fmt: skip
         (tmp_path / "image.json").write_text(json.dumps(facts))
         monkeypatch.setenv(IMAGE_FILE_VARIABLE, str(tmp_path / "image.json"))

@@ -101,8 +101,7 @@ def export_run(
             problem_id="export-merge",
         )
     if merge:
-        without = "leave --merge out to export the adapter alone, which needs no base"
-        check_base(origin_of(run.folder), config.model, way_out=without)
+        check_base(origin_of(run.folder), config.model)
     kernel = WITHOUT_KERNEL if config.attention.implementation is WITHOUT_KERNEL else MASKED  # both run on a CPU
     config = replace(config, attention=AttentionConfig(implementation=kernel))
     say(f"exporting {source.relative_to(run.folder)} of {run.name} ({form_of(source).value}) to {place}")

@@ -6,28 +6,21 @@
     problems      a JSONL next to the task's file; without it the harness loads the data set
 
 The test of a program is the task's `doc_to_target`. `repeats` and `generation_kwargs` set the number of samples and the
-sampling, as in the harness. The settings of `evaluation.code` replace them.
+sampling, as in the harness.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, Field, FilePath, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, FilePath, PositiveInt, ValidationError, model_validator
 
-from tunebook.config.compose import guard_resolvers
-from tunebook.config.ranges import demand as demand_of
-from tunebook.config.schema import CodeConfig, EvaluationConfig
-from tunebook.errors import RequestError, first_line
+from tunebook.errors import RequestError
 
 FOLDER = Path(__file__).parent / "tasks"
-PREFIX = "evaluation.code."
 FENCE = "```"
 _OPENING = re.compile(r"\A\s*(?:```\w*|python)[ \t]*\n")
 _BLOCK = re.compile(r"```(?:\w+)?\n?(.*?)\n?```", re.DOTALL)
@@ -67,6 +60,14 @@ class CodeTask(BaseModel, frozen=True, extra="forbid"):
     generation: dict[str, Any] = {}  # the harness' generation_kwargs
     output_type: Literal["generate_until"] = "generate_until"
 
+    @model_validator(mode="after")
+    def _has_samples(self) -> Self:
+        if max(self.pass_at_k) > self.num_samples:
+            raise ValueError(f"pass@{max(self.pass_at_k)} needs that many samples of each problem: set repeats")
+        if self.num_samples > 1 and not self.generation.get("do_sample"):
+            raise ValueError("without do_sample in generation_kwargs, all samples of a problem are equal")
+        return self
+
     def harness_keys(self, cache_folder: Path) -> dict[str, Any]:
         """Return the keys that replace those of the task's file; the task's own data bypasses the shared cache."""
         keys: dict[str, Any] = {"repeats": self.num_samples, "generation_kwargs": self.generation}
@@ -96,49 +97,3 @@ def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
             f"{file}: metadata.code: {error}\nIts keys are program, pass_at_k, time_limit_s and problems (a file)",
             problem_id="task-file",
         ) from error
-
-
-def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
-    """Apply the configuration's settings to the task. Raises: RequestError for a contradiction."""
-    generation = dict(task.generation)
-    if choice.max_new_tokens is not None:
-        generation["max_gen_toks"] = choice.max_new_tokens
-    if choice.temperature is not None:
-        generation = {key: value for key, value in generation.items() if key not in ("temperature", "top_p")}
-        generation["do_sample"] = choice.temperature > 0
-        generation |= {"temperature": choice.temperature} if choice.temperature > 0 else {}
-    if choice.top_p is not None:
-        generation["top_p"] = choice.top_p
-    num_samples, pass_at_k = choice.num_samples or task.num_samples, tuple(choice.pass_at_k or task.pass_at_k)
-    if impossible := [k for k in pass_at_k if not 1 <= k <= num_samples]:
-        raise RequestError(
-            f"{name}: pass@{impossible[-1]} needs that many samples of each problem, and there are {num_samples}; try "
-            f"{PREFIX}num_samples={max(1, *impossible)}, or {PREFIX}pass_at_k=[1]",
-            problem_id="too-few-samples",
-        )
-    if not generation.get("do_sample") and (num_samples > 1 or "top_p" in generation):
-        raise RequestError(
-            f"{name}: at temperature 0, all samples of a problem are equal, and {PREFIX}top_p changes nothing; try "
-            f"{PREFIX}temperature=0.8, or leave out {PREFIX}num_samples and {PREFIX}top_p",
-            problem_id="code-sampling",
-        )
-    return task.model_copy(update={"num_samples": num_samples, "pass_at_k": pass_at_k, "generation": generation})
-
-
-def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
-    """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
-    changes = OmegaConf.from_dotlist([override.removeprefix(PREFIX) for override in overrides])
-    try:
-        guard_resolvers()
-        code: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(evaluation.code), changes))
-    except OmegaConfBaseException as error:
-        known = ", ".join(setting.name for setting in fields(CodeConfig))
-        raise RequestError(
-            f"{' '.join(overrides)} cannot be read: {first_line(error)}; the keys of {PREFIX} are {known}",
-            problem_id="unknown-key",
-        ) from error
-    for setting in fields(CodeConfig):
-        value = getattr(code, setting.name)
-        if isinstance(value, int | float) and (demand := demand_of(setting, value)):
-            raise RequestError(f"{PREFIX}{setting.name}={value}: it must be {demand}", problem_id="unknown-key")
-    return replace(evaluation, code=code)

@@ -21,19 +21,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import counted
 from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
 from tunebook.evaluate.results import mean_with_error
 from tunebook.evaluate.sandbox.run import LIMITS, version
 from tunebook.evaluate.sandbox.start import Program, Status, open_sandbox, run_programs
-from tunebook.evaluate.task_files import Task, resolve_tasks
+from tunebook.evaluate.task_files import Task, resolve_task
 from tunebook.files import atomic_write_text
 
 
-def check_code(evaluation: EvaluationConfig) -> None:
-    """Refuse code tasks that contradict `evaluation.code` or cannot be executed here. Raises: RequestError."""
-    require_sandbox(resolve_tasks(evaluation))
+def check_code(tasks: Iterable[str]) -> None:
+    """Refuse code tasks that cannot be executed here. Raises: RequestError."""
+    require_sandbox(map(resolve_task, tasks))
 
 
 def require_sandbox(tasks: Iterable[Task]) -> None:

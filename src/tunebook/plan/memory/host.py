@@ -151,7 +151,5 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
         return model  # gathered on rank 0
     if isinstance(settings, ZeroConfig) and not strategy.is_zero3:
         return (config.hardware.gpus_per_node or 1) * model  # `Accelerator.get_state_dict` clones it on every rank
-    if isinstance(settings, ZeroConfig) and not settings.gather_weights_on_save:
-        return 0.0
     is_adapter = config.peft.method is not PeftMethod.full
     return float(count_parameters(config, facts).trained * bytes_per_weight(config)) if is_adapter else model

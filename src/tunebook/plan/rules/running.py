@@ -118,7 +118,7 @@ def sbatch_option_reserved(config: RunConfig) -> Iterator[str]:
 
 @rule("ray-settings-form")
 def ray_settings_form(config: RunConfig) -> Iterator[Finding]:
-    """Require auto, local or HOST:PORT as Ray's address, and variables as NAME=VALUE.
+    """Require auto, local or HOST:PORT as Ray's address.
 
     A Ray client's address (ray://) reaches a proxy, which Ray Train does not run through.
     """
@@ -128,8 +128,6 @@ def ray_settings_form(config: RunConfig) -> Iterator[Finding]:
     if settings.address not in ("auto", "local") and not re.fullmatch(r"[^/:\s]+:\d{1,5}", settings.address):
         message = f"'{settings.address}' is neither auto, local nor HOST:PORT"
         yield Finding(message, "launcher.address", "launcher.address=auto")
-    if any(not re.match(r"[A-Za-z_]\w*=", variable) for variable in settings.env_vars):
-        yield Finding("a variable is not of the form NAME=VALUE", "launcher.env_vars", "launcher.env_vars=[NAME=VALUE]")
 
 
 @rule("control-characters", fix="type the text without it")

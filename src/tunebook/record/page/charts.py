@@ -1,4 +1,4 @@
-"""The curves of a report as line charts in inline SVG, for one run and for several runs in shared axes.
+"""The curves of a run's report as line charts in inline SVG.
 
 No plotting library: the report is one file that must open without network and without JavaScript. A library would add
 80 MB to every image and megabytes of script, or a bitmap that neither scales nor follows the reader's color scheme.
@@ -27,7 +27,6 @@ Point = tuple[float, float | None]  # x, y; None breaks the line
 Stroke = Literal["strong", "faint", "dots"]  # CSS class; faint: behind a smoothed line; dots: points on a thin line
 
 NUM_COLORS = 6
-NUM_DASHES = 3
 MAX_POINTS = 600  # drawn per line: more than that is finer than a pixel
 SMOOTH_FROM = 30  # points; fewer are readable without smoothing
 _TOP, _BOTTOM, _RIGHT = 26, 42, 14  # margins, in SVG units (about pixels)
@@ -54,13 +53,12 @@ class Line:
     name: str
     points: list[Point]
     color: int = 0
-    dash: int = 0  # pattern, for lines that may cover each other
     stroke: Stroke = "strong"
 
     @property
     def style(self) -> str:
-        """The CSS classes: stroke, color and dash pattern."""
-        return f"{self.stroke} c{self.color % NUM_COLORS} dash{self.dash % NUM_DASHES}"
+        """The CSS classes: stroke and color."""
+        return f"{self.stroke} c{self.color % NUM_COLORS}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,47 +265,23 @@ def loss_charts(record: RunRecord) -> list[Chart]:
     return charts
 
 
-def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
-    """The other recorded curves, and the titles of those that were not recorded."""
-    charts = [*_method_charts(record), *_simple_charts([record], None), *_memory_chart(record)]
-    titles = {chart.title for chart in charts}
-    return charts, [title for title in (*(title for _, title, _, _ in _SIMPLE), "Memory") if title not in titles]
+def other_charts(record: RunRecord) -> list[Chart]:
+    """The other recorded curves."""
+    return [*_method_charts(record), *_simple_charts(record), *_memory_chart(record)]
 
 
-def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
-    """The curves of several runs in shared axes: the loss over steps and over tokens, then the others."""
-    charts, label = [], " or ".join(sorted({_facts_of(record).loss_label for record in records}))
-    for title, over, x_label in (
-        ("Loss over steps", "step", "optimizer step"), ("Loss over tokens", "tokens_seen", "tokens seen"),
-    ):  # fmt: skip
-        curves = [record.points("loss", over) for record in records]
-        smoothed = [smooth(points)[0] if len(points) >= SMOOTH_FROM else points for points in curves]
-        charts.append(Chart(title=title, y_label=label, x_label=x_label, lines=_overlay(smoothed, names)))
-    validation = _overlay(list(map(_validation, records)), names, "dots")
-    charts.append(Chart(title="Validation loss", y_label=label, lines=validation))
-    drawn = [chart for chart in charts if any(y is not None for line in chart.lines for _, y in line.points)]
-    return drawn + _simple_charts(records, names)
-
-
-def dash_of_run(index: int) -> int:
-    """The dash pattern of one of several runs. Neighbors differ, so that equal curves do not hide each other."""
-    return (index + index // NUM_COLORS) % NUM_DASHES
-
-
-def _simple_charts(records: Sequence[RunRecord], names: Sequence[str] | None) -> list[Chart]:
-    """The curves of one run, or of several in shared axes if they have names."""
+def _simple_charts(record: RunRecord) -> list[Chart]:
     charts = []
     for key, title, label, unit in _SIMPLE:
-        points = [record.points(key) for record in records]
-        values = [y for one in points for _, y in one if y is not None]
+        points, values = record.points(key), record.values(key)
         if values:
             ceiling = outlier_ceiling(values)
             warm_up = "The first steps include the warm-up." if key == "tokens_per_second_per_gpu" else ""
-            note = "" if names else " ".join(filter(None, (warm_up, _ceiling_note(points[0], ceiling))))
             charts.append(
                 Chart(
-                    title=title, y_label=label.format(unit=speed_unit(records)), unit=unit, from_zero=True,
-                    lines=_overlay(points, names or [title.lower()]), ceiling=ceiling, note=note,
+                    title=title, y_label=label.format(unit=speed_unit(record)), unit=unit, from_zero=True,
+                    lines=[Line(name=title.lower(), points=points)], ceiling=ceiling,
+                    note=" ".join(filter(None, (warm_up, _ceiling_note(points, ceiling)))),
                 )
             )  # fmt: skip
     return charts
@@ -332,14 +306,6 @@ def _method_charts(record: RunRecord) -> list[Chart]:
 
 def _validation(record: RunRecord, key: str = "validation_loss") -> list[Point]:
     return [(line["step"], line[key]) for line in record.validation if key in line]
-
-
-def _overlay(curves: Sequence[list[Point]], names: Sequence[str], stroke: Stroke = "strong") -> list[Line]:
-    return [
-        Line(name=name, points=points, color=index, dash=dash_of_run(index), stroke=stroke)
-        for index, (points, name) in enumerate(zip(curves, names, strict=True))
-        if points
-    ]
 
 
 def _ceiling_note(points: Sequence[Point], ceiling: float | None) -> str:

@@ -1,9 +1,8 @@
-"""The numbers of a run's report: its head, predictions and measurements, memory by rank, start-up."""
+"""The numbers of a run's report: its head, and predictions beside measurements."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import zip_longest
@@ -19,7 +18,6 @@ from tunebook.record.run_record import RunRecord
 
 _FINAL_SHARE = 0.05  # of the logged steps, averaged for the final loss: a single step is noisy
 _NOT_RECORDED = "not recorded"
-_MAX_RANK_BARS = 16  # more ranks are summarized
 _NOT_PARTS = ("total", "allocated", "capacity")  # of the planned memory
 _SHORTEST = 0.4  # of the available memory: a shorter bar would be hard to read and is magnified
 _PLAN_MISSING = "the plan has no estimate of it"
@@ -89,9 +87,9 @@ def state_of(record: RunRecord) -> str:
     return "invalid" if state == "finished" and record.first_invalid_step is not None else state
 
 
-def speed_unit(records: Sequence[RunRecord]) -> str:
-    """The unit of these runs' speeds: `GPU`, `rank` for runs on a CPU, or both."""
-    return " or ".join(sorted({"GPU" if is_on_gpus(record) else "rank" for record in records}))
+def speed_unit(record: RunRecord) -> str:
+    """The unit of a run's speed: `GPU`, or `rank` on a CPU."""
+    return "GPU" if is_on_gpus(record) else "rank"
 
 
 def is_on_gpus(record: RunRecord) -> bool:
@@ -197,7 +195,7 @@ def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | No
             _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
         ]
     speed = time.get("tokens_per_second_per_gpu")
-    name = f"Tokens per second and {speed_unit([record])}"
+    name = f"Tokens per second and {speed_unit(record)}"
     rows.append(_compared(name, speed, summary.tokens_per_second_per_gpu, Unit.plain))
     is_complete = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
     trained = sum(record.values("seconds")) if is_complete else 0.0
@@ -248,49 +246,3 @@ def _compared(name: str, predicted: float | None, measured: float | None, unit: 
         difference = difference if difference.startswith(MINUS) else f"+{difference}"
     text = "not estimated" if predicted is None else format_value(predicted, unit)
     return name, text, format_value(measured, unit), difference
-
-
-def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:
-    """The peak of every rank, the planned memory, and a sentence on the scale."""
-    plan, peaks = record.plan, summary.peak_memory_gib
-    if not peaks:
-        return [], ""
-    is_gpu, capacity = is_on_gpus(record), (plan.get("hardware") or {}).get("memory_gib")
-    planned = (plan.get("memory_gib") or {}).get("allocated" if is_gpu else "total")  # as the peaks are recorded
-    named = [(f"rank {rank}", peak) for rank, peak in enumerate(peaks)]
-    if len(peaks) > _MAX_RANK_BARS:
-        ordered = sorted(peaks)
-        named = [("lowest rank", ordered[0]), ("middle", ordered[len(ordered) // 2]), ("highest rank", ordered[-1])]
-    if planned is not None:
-        named.append(("planned", planned))
-    longest = capacity or max(value for _, value in named) or 1.0
-    bars = [Bar(name=name, text=format_value(gib, Unit.gib), share=min(1.0, gib / longest)) for name, gib in named]
-    whose = "one GPU's" if is_gpu else "one rank's share of this machine's"
-    return bars, f"The full width is {whose} {format_value(capacity, Unit.gib)}." if capacity else ""
-
-
-def start_bars(manifest: dict[str, Any]) -> list[Bar]:
-    """The phases to the first optimizer step; none if that step was not reached."""
-    start_up = manifest.get("start_up") or {}
-    total: float | None = start_up.get("first_step_s")
-    if not total:
-        return []
-    begins, bars = 0.0, []
-    for kind in ("launcher", "rank"):
-        for phase, seconds in start_up[kind].items():
-            share, text = min(1.0, seconds / total), format_value(seconds, Unit.seconds)
-            bars.append(Bar(name=phase, text=text, begins=min(1.0, begins / total), share=share, kind=kind))
-            begins += seconds
-    return bars
-
-
-def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested sections as (dotted key, value as text), in their order."""
-    if isinstance(value, dict) and value:
-        start = f"{prefix}." if prefix else ""
-        return [line for key, item in value.items() for line in flatten(item, f"{start}{key}")]
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return [line for index, item in enumerate(value) for line in flatten(item, f"{prefix}[{index}]")]
-    if isinstance(value, list):
-        return [(prefix, " ".join(map(str, value)) or NO_VALUE)]
-    return [(prefix, NO_VALUE if value is None or value == {} else str(value))]
