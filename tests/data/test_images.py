@@ -246,6 +246,17 @@ def test_a_changed_image_is_prepared_again(data: Make, qwen_folder: Path, tmp_pa
         prepare(config)
 
 
+def test_images_that_moved_are_found_at_their_new_place(data: Make, qwen_folder: Path, tmp_path: Path) -> None:
+    config = data(qwen_folder, [asked("<image>What?", images=["pictures/a.png"])])
+    first = prepare(config)
+    assert config.dataset.path is not None
+    (tmp_path / "data").rename(tmp_path / "moved")
+    path = tmp_path / "moved" / Path(config.dataset.path).name
+    moved = prepare(replace(config, dataset=replace(config.dataset, path=str(path))))
+    assert moved.content_sha256 == first.content_sha256
+    open_image(moved.train.load()[0][IMAGES][0])
+
+
 def test_larger_images_are_scaled_down(data: Make, qwen_folder: Path) -> None:
     document = asked("<image>What?", images=["pictures/a.png"])
     config = data(qwen_folder, [document], max_image_pixels=3 * 28 * 28)

@@ -126,7 +126,7 @@ class HarnessTask:
 
 def questions_of(task: Any) -> list[Question]:
     loaded = LoadedTask(source=Task(name="task"), content={"tasks": {"task": task}})
-    return loaded_questions([loaded], None)["task"]
+    return loaded_questions([loaded], cpu_run())["task"]
 
 
 def test_the_fields_of_the_prompt_are_the_question() -> None:
@@ -152,8 +152,8 @@ def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns[start:]]} for start in (0, 3)]
     file = tmp_path / "held.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert conversation_questions(file, None) == [("One?", "Two?"), ("Two?",)]
-    assert conversation_questions(file, 1) == [("One?", "Two?")]
+    assert conversation_questions(file, cpu_run()) == [("One?", "Two?"), ("Two?",)]
+    assert conversation_questions(file, cpu_run(evaluation=EvaluationConfig(limit=1))) == [("One?", "Two?")]
 
 
 def test_each_kind_of_item_has_its_mean_and_error() -> None:

@@ -49,7 +49,7 @@ def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.Monkey
     for function in ("hub.fetch_config", "hub.fetch_weights", "tokenizer_files.tokenizer_folder"):
         monkeypatch.setattr(f"tunebook.model.{function}", lambda model: fetched.append(model.name))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: fetched.append(name))
-    monkeypatch.setattr(fetch, "require_tasks", fetched.extend)
+    monkeypatch.setattr(fetch, "require_tasks", lambda tasks, **_: fetched.extend(tasks))
     overrides = ["model=some/model", "dataset=hub", "dataset.name=some/data"]
     fetch_command("quickstart", [*overrides, "evaluation=leaderboard"], [], Console(quiet=True), suite=None, tasks=None)
     assert fetched[:4] == ["some/model"] * 3 + ["some/data"]

@@ -16,6 +16,8 @@ from tunebook.record.run_folder import create_run_folder
 PARTS = ("plan.json", "manifest.json", "evaluation/before.json", "evaluation/after.json")
 EVIL = "<script>document.title = 'owned'</script><img src=https://example.invalid/x onerror=document.title='owned'>"
 
+IMAGE = "data:image/jpeg;base64,/9j/4AAQ"
+
 
 class Links(HTMLParser):
     """Collects what could make a browser fetch something, and checks that elements close in order."""
@@ -49,6 +51,7 @@ class Links(HTMLParser):
 
 def evil_evaluation() -> dict[str, object]:
     sample = {"task": EVIL, "group": None, "prompt": EVIL, "answer": EVIL, "expected": EVIL, "correct": False}
+    sample |= {"images": [IMAGE]}
     task = {"metric": "exact_match", "value": 0.5, "stderr": None, "num_items": 2, "groups": {}}
     return {"tasks": {EVIL: task}, "samples": [sample]}
 
@@ -62,7 +65,8 @@ def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path,
     assert len(page) < 400_000
     parser = Links()
     parser.feed(page)
-    assert (parser.links, parser.scripts, parser.open) == ([], 1, [])
+    images = [IMAGE] if "after" in changes else []
+    assert (parser.links, parser.scripts, parser.open) == (images, 1, [])
     assert parser.out_of_reach == []
     assert parser.levels[0] == 1
     assert all(later - earlier <= 1 for earlier, later in pairwise(parser.levels)), "a level of headings is left out"
@@ -74,6 +78,7 @@ def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path,
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in page
     assert "<script>document" not in page
+    assert "img-src data:;" in page
 
 
 def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path: Path) -> None:

@@ -137,8 +137,10 @@ def qwen(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "qwen", family, template=f"{family.template}_training")
 
 
-def test_a_resumed_run_ends_with_the_same_bits(qwen, picture_documents, run, tmp_path):
+@pytest.mark.parametrize("mode", [PackingMode.padded, PackingMode.isolated])
+def test_a_resumed_run_ends_with_the_same_bits(qwen, picture_documents, run, tmp_path, mode):
     config = image_config(qwen, picture_documents)
+    config = replace(config, packing=PackingConfig(mode=mode), training=replace(config.training, micro_batch_size=1))
     whole, code, lines = run(config, "whole")
     assert code == 0
     shutil.copytree(whole / "checkpoints" / "checkpoint-10", tmp_path / "run" / "checkpoints" / "checkpoint-10")

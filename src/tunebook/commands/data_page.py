@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment
 
-from tunebook.data.images import open_image
+from tunebook.data.images import thumbnail
 from tunebook.data.prepared import Prepared
 from tunebook.data.sampler import IMAGES
 from tunebook.data.view import collapsed_pieces, histogram_lines, sides, summary_lines, titled_samples
@@ -18,7 +16,6 @@ from tunebook.files import atomic_write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LONGEST_EDGE = 256  # pixels of an image on the page
 _TEMPLATE = """\
 <!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
@@ -33,7 +30,7 @@ mark { background: #b9ecc4; } img { margin: 0 .4rem .4rem 0; border-radius: 4px;
 <p>What the loss counts is <mark>marked</mark>.</p>
 {% for sample in samples %}
 <h2>{{ sample.title }}</h2>
-{% for image in sample.images %}<img src="data:image/jpeg;base64,{{ image }}" alt="">{% endfor %}
+{% for image in sample.images %}<img src="{{ image }}" alt="">{% endfor %}
 {% for side in sample.sides -%}
 <pre>{% for text, is_trained in side %}{% if is_trained %}<mark>{{ text }}</mark>{% else %}{{ text }}{% endif %}
 {%- endfor %}</pre>
@@ -49,16 +46,8 @@ def write_page(prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, fi
         facts += ["", *histogram_lines(name, part, prepared.unit)]
         for title, row in titled_samples(name, part, num_samples):
             texts = [collapsed_pieces(ids, labels, tokenizer) for _, ids, labels in sides(row)]
-            images = [_small(reference) for reference in row.get(IMAGES) or ()]
+            images = [thumbnail(reference) for reference in row.get(IMAGES) or ()]
             samples.append({"title": title, "images": images, "sides": texts})
     template = Environment(autoescape=True).from_string(_TEMPLATE)
     title = ", ".join(record.location for record in prepared.records)
     atomic_write_text(file, template.render(title=title, facts="\n".join(facts), samples=samples))
-
-
-def _small(reference: str) -> str:
-    """A small JPEG of an image, in base64."""
-    image, buffer = open_image(reference), io.BytesIO()
-    image.thumbnail((_LONGEST_EDGE, _LONGEST_EDGE))
-    image.save(buffer, "JPEG")
-    return base64.b64encode(buffer.getvalue()).decode()

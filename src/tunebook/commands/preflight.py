@@ -33,7 +33,8 @@ def require_runnable(job: Draft) -> None:
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:
-        require_tasks(job.config.evaluation.tasks)  # now, and not after hours of training
+        # Now, and not after hours of training.
+        require_tasks(job.config.evaluation.tasks, download_images=job.config.dataset.download_images)
         check_sandbox(job.config)
 
 

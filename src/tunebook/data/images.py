@@ -36,6 +36,7 @@ IMAGE_KEYS = ("images", "image")
 _MOST_PIXELS = 89_478_485  # Pillow's own limit against files that would fill the memory
 _MOST_BYTES = 100 * 2**20  # of a download
 _DOWNLOAD_TIMEOUT_S = 30
+_LONGEST_EDGE = 256  # pixels of a thumbnail
 _BAD = "data-image"
 
 
@@ -144,6 +145,14 @@ def open_image(reference: str) -> Image:
 
     with Image.open(reference.partition(" ")[2]) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def thumbnail(reference: str) -> str:
+    """A small JPEG of the image of a prepared document, `SHA256 PATH`, as a data URL for a page."""
+    image, buffer = open_image(reference), io.BytesIO()
+    image.thumbnail((_LONGEST_EDGE, _LONGEST_EDGE))
+    image.save(buffer, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def place_images(turns: list[Turn], record: Mapping[str, Any], images: ImageReader) -> list[Turn]:

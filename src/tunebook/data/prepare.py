@@ -38,6 +38,8 @@ from tunebook.data.prepared import (
 from tunebook.data.problems import Skipped
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, RequestError, TunebookError
+from tunebook.facts.architectures import IMAGE_MASK_ARCHITECTURES, PACKED_IMAGE_ARCHITECTURES
+from tunebook.facts.attention import attention_facts
 from tunebook.facts.methods import METHODS, method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.files import (
@@ -100,7 +102,7 @@ def fingerprint(config: RunConfig) -> str:
         return base
     paths = [Path(path) for path in json.loads(images.read_text())]
     hashes = remembered_hashes(path for path in paths if path.is_file())
-    return sha256_text(json.dumps([base, *(hashes.get(path) for path in paths)]))
+    return sha256_text(json.dumps([base, *((str(path), hashes.get(path)) for path in paths)]))
 
 
 def _images_file(base: str) -> Path:
@@ -186,11 +188,19 @@ def _require_images(config: RunConfig, has_images: bool) -> None:
             "name a model for images and text, such as model=qwen25_vl_3b, or data without images",
             problem_id="model-without-images",
         )
-    if config.packing.mode is PackingMode.isolated:
+    is_proven = facts is not None and facts.architecture in PACKED_IMAGE_ARCHITECTURES
+    if config.packing.mode is PackingMode.isolated and not is_proven:
         raise RequestError(
-            "packing=isolated: the documents have images, and packed rows were not proven to keep these apart; type "
+            "packing=isolated: the documents have images, and packed rows of "
+            f"{'this model' if facts is None else facts.architecture} were not proven to keep these apart; type "
             "packing=padded",
             problem_id="images-packed",
+        )
+    if facts is not None and facts.architecture in IMAGE_MASK_ARCHITECTURES and not attention_facts(config).has_mask:
+        raise RequestError(
+            f"attention={config.attention.implementation.value}: {facts.architecture} lets the tokens of an image see "
+            "each other, by a mask that this kernel leaves out; type attention=sdpa",
+            problem_id="images-without-mask",
         )
     if config.parallelism.sequence_group_size > 1:
         raise RequestError(

@@ -72,9 +72,10 @@ def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool
 
 
 def texts_of_turn(turn: Turn) -> list[str]:
-    """The texts of a turn: its content, its reasoning, and the arguments of its calls."""
+    """The texts of a turn: its content, its reasoning, the arguments of its calls, and hashes for its images."""
     arguments = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
-    return [text for text in (turn["content"], turn.get("reasoning"), *texts_in(arguments)) if text]
+    hashes = [image["sha256"] for image in turn.get("images", ())]
+    return [text for text in (turn["content"], turn.get("reasoning"), *texts_in(arguments), *hashes) if text]
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -29,6 +29,7 @@ from typing import Any
 from tunebook.config.choices import Contamination, Format, Source
 from tunebook.config.schema import RunConfig
 from tunebook.data.formats import FormatSettings, Normalizer
+from tunebook.data.images import ImageReader
 from tunebook.data.prepare import vocabulary
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
@@ -82,13 +83,13 @@ def _anchors(words: Sequence[str]) -> set[int]:
     return _grams(words, ANCHOR) or {hash(tuple(words))}
 
 
-def loaded_questions(loaded: Iterable[LoadedTask], limit: int | None) -> dict[str, list[Question]]:
+def loaded_questions(loaded: Iterable[LoadedTask], config: RunConfig) -> dict[str, list[Question]]:
     """The items of loaded tasks by name, without examples, description and chat template."""
-    questions = {}
+    questions, limit = {}, config.evaluation.limit
     for requested in loaded:
         for name, task in requested.content["tasks"].items():
             if requested.source.conversations is not None:
-                questions[name] = conversation_questions(requested.source.conversations, limit)
+                questions[name] = conversation_questions(requested.source.conversations, config)
             else:
                 documents = task.doc_iterator(rank=0, limit=limit, world_size=1)
                 questions[name] = [_task_question(task, document) for _, document in documents]
@@ -106,14 +107,15 @@ def _task_question(task: Any, document: Mapping[str, Any]) -> Question:
     return tuple(text for text in fields if _join(words_of(text)) in within) or ((prompt,) if prompt else tuple(fields))
 
 
-def conversation_questions(file: Path, limit: int | None) -> list[Question]:
+def conversation_questions(file: Path, config: RunConfig) -> list[Question]:
     """The items of a file of held-out conversations, in the order in which the harness numbers them."""
-    normalizer = Normalizer(Format.auto, FormatSettings())
+    images = ImageReader(may_download=config.dataset.download_images, folder=file.parent)
+    normalizer = Normalizer(Format.auto, FormatSettings(images=images))
     questions: list[Question] = []
     for _, record in read_records(file, DocumentProblems(str(file)), normalizer.account):
         with suppress(DocumentError):  # the evaluation itself refuses such a file
             questions.append(document_question({"messages": "[]", **normalizer.row(record)}))
-    return questions[:limit]
+    return questions[: config.evaluation.limit]
 
 
 def document_question(row: Mapping[str, Any]) -> Question:
@@ -243,12 +245,12 @@ def _search_run(
 
 def check_run(run: Path, config: RunConfig, tasks: Sequence[Task]) -> None:
     """Look for a run's items before its training; write and print the result."""
-    request, limit = request_of(config), config.evaluation.limit
+    request = request_of(config)
     tasks = tasks if request["tasks"] else []
-    groups = {task.name: conversation_questions(task.conversations, limit) for task in tasks if task.conversations}
+    groups = {task.name: conversation_questions(task.conversations, config) for task in tasks if task.conversations}
     with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
         loaded = load_tasks([task for task in tasks if not task.conversations], Path(cache))
-        groups |= loaded_questions(loaded, limit)
+        groups |= loaded_questions(loaded, config)
     result = _search_run(run, config, groups, with_validation=True)
     atomic_write_json(run / CONTAMINATION_FILE, result | {"request": request})
 
@@ -261,7 +263,7 @@ def check_evaluated(run: Path, config: RunConfig, loaded: Iterable[LoadedTask]) 
     is_off = config.evaluation.contamination is Contamination.disabled or config.dataset.source is Source.synthetic
     if is_off or not (run / RUN_FILE).is_file():
         return None
-    groups = loaded_questions(loaded, config.evaluation.limit)
+    groups = loaded_questions(loaded, config)
     recorded = read_contamination(run) or {}
     known = {name: recorded.get("groups", {}).get(name, {}) for name in groups}
     if all(known[name].get("items_sha256") == sha256_text(ascii(groups[name])) for name in groups):

@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from tunebook.evaluate.trained_model import (
     uses_gpu,
 )
 from tunebook.files import atomic_write_json, atomic_write_text
+from tunebook.model.processor import load_image_processor
 from tunebook.record.answer_faults import count_faults
 from tunebook.record.model_origin import Origin
 
@@ -102,6 +104,10 @@ def evaluate(evaluation: Evaluation, started: float) -> None:
             num_fewshot=config.evaluation.num_fewshot,
             limit=config.evaluation.limit,
             system_prompt=config.dataset.system_prompt,
+            load_processor=lru_cache(
+                partial(load_image_processor, config.model, tokenizer, config.dataset.max_image_pixels)
+            ),
+            download_images=config.dataset.download_images,
         )
         loaded = load_tasks(evaluation.tasks, Path(cache), settings)
         model = _load_model(evaluation, settings, bound)
@@ -129,9 +135,11 @@ def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[s
             "model": model_identity(config, evaluation.model),
             "tokenizer_sha256": bound["tokenizer_sha256"],
             "max_length": settings.max_length,
+            "max_image_pixels": config.dataset.max_image_pixels,
             "harness_version": version("lm_eval"),
             "on_gpu": uses_gpu(config),
         },
+        load_processor=settings.load_processor,
         process=evaluation.process,
         num_processes=placement.num_processes,
     )

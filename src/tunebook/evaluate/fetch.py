@@ -20,7 +20,7 @@ from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
-from tunebook.evaluate.harness import load_tasks, prepare_environment
+from tunebook.evaluate.harness import load_tasks, prepare_environment, read_conversations
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.terminal import print_text, quiet_libraries
 
@@ -47,7 +47,8 @@ def fetch_command(
         )
     config = compose(recipe, overrides, recipes_dirs).config if is_run else plain_config()
     _fetch_run(config, console)
-    require_tasks([*(tasks or (suite_settings(suite).tasks if suite else [])), *config.evaluation.tasks])
+    named = [*(tasks or (suite_settings(suite).tasks if suite else [])), *config.evaluation.tasks]
+    require_tasks(named, download_images=config.dataset.download_images)
     print_text("everything is here", console)
 
 
@@ -75,12 +76,16 @@ def _fetch_run(config: RunConfig, console: Console) -> None:
                 ) from error
 
 
-def require_tasks(tasks: Iterable[str]) -> None:
+def require_tasks(tasks: Iterable[str], *, download_images: bool = False) -> None:
     """Load tasks with their data, which downloads it; refuse those that cannot be loaded, all in one error.
 
-    In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError.
+    In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError;
+    DataError for held-out conversations that cannot be used.
     """
-    remote = [task for task in dict.fromkeys(tasks) if not resolve_task(task).has_own_data]
+    resolved = {task: resolve_task(task) for task in tasks}
+    for held_out in filter(None, (task.conversations for task in resolved.values())):
+        read_conversations(held_out, None, download_images=download_images)
+    remote = [name for name, task in resolved.items() if not task.has_own_data]
     if not remote:
         return
     done = subprocess.run([sys.executable, "-m", __name__, *remote], stdout=subprocess.PIPE, text=True, check=False)

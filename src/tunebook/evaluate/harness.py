@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normalizer
+from tunebook.data.images import ImageReader, write_images
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError, TunebookError, did_you_mean, first_line
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tunebook.data.conversation import Conversation
+    from tunebook.model.processor import ImageProcessor
 
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
 GROUP_KEY = "task"  # key next to a conversation in its file: the group that its score counts for
@@ -49,6 +51,8 @@ class HarnessSettings:
     num_fewshot: int | None  # None: the task's own
     limit: int | None  # items per task; None: all
     system_prompt: str | None  # added to prompts that have none
+    load_processor: Callable[[], ImageProcessor] | None = None  # of the model, for prompts with images
+    download_images: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +170,12 @@ def _load(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str
         raise _load_error(task, error) from error
     if any(getattr(child, "UNSAFE_CODE", False) for child in loaded["tasks"].values()):
         raise refuse_code(task.name)
+    if task.conversations is None and any(getattr(child, "MULTIMODAL", False) for child in loaded["tasks"].values()):
+        raise RequestError(
+            f"evaluation.tasks: '{task.name}' reads its images or sound in the harness' own way; images are read from "
+            "held-out conversations, which a task file of yours names: metadata.conversations",
+            problem_id="task-with-media",
+        )
     return dict(loaded)
 
 
@@ -202,9 +212,16 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
     if task.conversations is None:
         return config
     assert settings is not None
-    items = render_conversations(task.conversations, settings.system_prompt, settings.tokenizer)
+    items = render_conversations(
+        task.conversations, settings.system_prompt, settings.tokenizer, download_images=settings.download_images
+    )
+    prompts = [item["prompt"] for item in items]
+    if "images" in items[0]:
+        assert settings.load_processor is not None
+        config["doc_to_image"] = "images"
+        prompts = [with_images(item["prompt"], item["images"], settings.load_processor()) for item in items]
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", MAX_GEN_TOKS)
-    check_prompt_lengths(items, settings.tokenizer, settings.max_length - max_gen_tokens)
+    check_prompt_lengths(prompts, settings.tokenizer, settings.max_length - max_gen_tokens)
     file = cache / f"{task.name}-prompts.jsonl"
     file.write_text("".join(json.dumps(item) + "\n" for item in items))
     return config | {
@@ -215,19 +232,21 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
     }
 
 
-def render_conversations(
-    file: Path, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, str]]:
-    """Render documents with the keys `prompt`, `answer` (a conversation's last turn) and `task` (its group).
+def with_images(prompt: str, images: Sequence[Mapping[str, Any]], processor: ImageProcessor) -> str:
+    """A rendered prompt with all tokens of its images. Raises: DataError."""
+    return write_images(prompt, [], images, processor, "this prompt")[0] if images else prompt
 
-    The answer of a turn that calls tools is JSON text: a list of {name, arguments}. The conversations may have any
-    trainable format. As in training, `system_prompt` is added to those without one. Raises: DataError with every
-    problem.
+
+def read_conversations(
+    file: Path, system_prompt: str | None, *, download_images: bool
+) -> list[tuple[Conversation, str]]:
+    """Held-out conversations in any trainable format, each with its group.
+
+    As in training, `system_prompt` is added to those without one. Raises: DataError with every problem.
     """
-    from tunebook.data.template import ConversationRenderer
-
     problems = DocumentProblems(str(file))
-    normalizer = Normalizer(Format.auto, FormatSettings(system_prompt=system_prompt))
+    reader = ImageReader(may_download=download_images, folder=file.parent)
+    normalizer = Normalizer(Format.auto, FormatSettings(system_prompt=system_prompt, images=reader))
     conversations = []
     for number, record in read_records(file, problems, normalizer.account):
         with problems.noted(number):
@@ -238,13 +257,30 @@ def render_conversations(
         raise DataError(
             f"{file} holds no conversation, so there is nothing to evaluate on", problem_id="data-file-empty"
         )
+    return conversations
+
+
+def render_conversations(
+    file: Path, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase, *, download_images: bool = False
+) -> list[dict[str, Any]]:
+    """Render documents with the keys `prompt`, `answer` (a conversation's last turn), `task` (its group), and `images`.
+
+    The last only where any document has images. The answer of a turn that calls tools is JSON text: a list of {name,
+    arguments}. Raises: as `read_conversations`.
+    """
+    from tunebook.data.template import ConversationRenderer
+
+    conversations = read_conversations(file, system_prompt, download_images=download_images)
     renderer = ConversationRenderer(tokenizer)
+    has_images = any(talk.images() for talk, _ in conversations)
     items = []
     for talk, group in conversations:
         last = talk.messages[-1]
         calls = [call["function"] for call in last.get("tool_calls", ())]
         answer = json.dumps(calls, ensure_ascii=False) if calls else last["content"]
-        items.append({"prompt": renderer.prompt(talk.until(len(talk.messages) - 1)), "answer": answer, "task": group})
+        prompt = renderer.prompt(talk.until(len(talk.messages) - 1))
+        images = {"images": talk.images()} if has_images else {}
+        items.append({"prompt": prompt, "answer": answer, "task": group, **images})
     return items
 
 
@@ -260,11 +296,9 @@ def _answered(row: dict[str, Any]) -> Conversation:
     return talk
 
 
-def check_prompt_lengths(
-    items: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
-) -> None:
+def check_prompt_lengths(prompts: list[str], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
     """Refuse prompts that the harness would truncate at the start to leave space for the answer. Raises: DataError."""
-    encoded = tokenizer([item["prompt"] for item in items], add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     longest = max(map(len, encoded))
     if longest > max_prompt_tokens:
         raise DataError(

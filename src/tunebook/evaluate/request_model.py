@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ import torch
 from accelerate.utils import find_executable_batch_size, gather_object
 from lm_eval.models.huggingface import HFLM
 
-from tunebook.evaluate.harness import SEEDS
+from tunebook.data.images import open_image, reference_to
+from tunebook.evaluate.harness import SEEDS, with_images
 from tunebook.files import atomic_write_text, read_json, sha256_text
 from tunebook.model.tokenizer import stop_ids
 
@@ -31,13 +33,24 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tunebook.model.processor import ImageProcessor
+
 _LARGEST_ON_GPU = 256  # rows; more do not make a GPU faster, for models of any size
 _LARGEST_ON_CPU = 8  # more are hardly faster, and running out of memory kills the process
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 
 
+class _Prompt(str):
+    """A prompt with its images, which the harness hands on as a text."""
+
+    __slots__ = ("images",)
+    images: tuple[str, ...]  # as `SHA256 PATH`
+
+
 class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
     """HFLM around a model object; stops at the tokenizer's EOS, adds no second BOS, keeps its answers in `folder`."""
+
+    MULTIMODAL = True  # for the harness
 
     def __init__(
         self,
@@ -48,6 +61,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         compute_dtype: torch.dtype | None,
         folder: Path,
         identity: dict[str, Any],
+        load_processor: Callable[[], ImageProcessor] | None = None,
         process: int = 0,
         num_processes: int = 1,
     ) -> None:
@@ -65,6 +79,8 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         model.generation_config.eos_token_id = self._ends = stop_ids(model, tokenizer)
         self._requested_size = batch_size  # None: the largest that fits
         self.folder, self._identity = folder, identity
+        self._load_processor = load_processor  # None: no prompt has images
+        self._images: list[str] = []  # of the prompts of the next batch
         self._process, self._num_processes = process, num_processes
         self.reused: list[str] = []  # tasks whose answers were kept
 
@@ -118,7 +134,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         # The harness computes a context once for all its single-token continuations, so they stay together.
         by_context: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
-            by_context.setdefault(str(request.args[0]), []).append(index)
+            by_context.setdefault(str((request.args[0], request.args[2:])), []).append(index)
         contexts = sorted(by_context, key=len)[self._process :: self._num_processes]
         share = [index for context in contexts for index in by_context[context]]
         result: Any
@@ -142,6 +158,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         if not requests:
             return []
         answer: Any = getattr(super(), kind)
+        requests = [self._with_images(request) for request in requests]
 
         def attempt(size: int) -> list[Any]:
             self.batch_size_per_gpu = size
@@ -153,3 +170,52 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         largest = _LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU
         answers: list[Any] = find_executable_batch_size(attempt, starting_batch_size=min(largest, len(requests)))()
         return answers
+
+    def _with_images(self, request: Instance) -> Instance:
+        """A request as the harness reads those of text, the images going with its prompt."""
+        if len(request.args) < 3:
+            return request
+        images: list[Mapping[str, Any]] = request.args[2]["visual"]
+        assert self._load_processor is not None
+        prompt = _Prompt(with_images(request.args[0], images, self._load_processor()))
+        prompt.images = tuple(map(reference_to, images))
+        return replace(request, arguments=(prompt, request.args[1]))
+
+    def tok_batch_encode(self, strings: list[str], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the harness, and note the images of the prompts."""
+        self._images = [image for text in strings for image in getattr(text, "images", ())]
+        encoded: tuple[torch.Tensor, torch.Tensor] = super().tok_batch_encode(strings, **options)
+        return encoded
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+        seen = self._seen(context, self._images)
+        rows: torch.Tensor = super()._model_generate(context, max_length, stop, **options, **seen)
+        return rows
+
+    def _loglikelihood_tokens(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
+        """As the harness, but one batch for the choices about the same images: other images may have equal tokens."""
+        by_images: dict[tuple[str, ...], list[int]] = {}
+        for index, (texts, *_) in enumerate(requests):  # of a whole text: None
+            by_images.setdefault(getattr(texts and texts[0], "images", ()), []).append(index)
+        answers: dict[int, tuple[float, bool]] = {}
+        for images, indices in by_images.items():
+            self._images = [*images]
+            quiet = {"disable_tqdm": True} if images else {}
+            part = super()._loglikelihood_tokens([requests[index] for index in indices], **options | quiet)
+            answers |= zip(indices, part, strict=True)
+        return [answers[index] for index in range(len(requests))]
+
+    def _model_call(self, inps: torch.Tensor, **_: Any) -> torch.Tensor:
+        autocast = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=autocast, enabled=autocast is not None):
+            logits: torch.Tensor = self.model(inps, **self._seen(inps, self._images * len(inps))).logits
+        return logits
+
+    def _seen(self, ids: torch.Tensor, images: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What the model reads of the images, besides tokens."""
+        if not images:
+            return {}
+        assert self._load_processor is not None
+        processor = self._load_processor()
+        inputs = processor.pixels([*map(open_image, images)]) | processor.token_types(ids.cpu())
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}

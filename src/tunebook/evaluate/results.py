@@ -13,6 +13,7 @@ from typing import Any
 
 from tunebook.checkpoint.choose import same_command
 from tunebook.config.frozen import load_config
+from tunebook.data.images import reference_to, thumbnail
 from tunebook.errors import TunebookError
 from tunebook.files import read_json, sha256_text
 from tunebook.record.run_folder import RUN_FILE
@@ -36,6 +37,7 @@ class Answer:
     item: int = 0  # its index in the task's data
     responses: list[Any] = field(default_factory=list)  # all generated texts, or else the log-likelihoods
     max_new_tokens: int | None = None  # of each generated text; None: nothing was generated
+    images: list[str] = field(default_factory=list)  # of the prompt, as `SHA256 PATH`
 
 
 def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -94,9 +96,13 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
 
 
 def choose_samples(answers: list[Answer]) -> list[dict[str, Any]]:
-    """Choose a few answers by their prompts' hashes, so that they are the same before and after training."""
+    """Choose a few answers by their prompts' hashes, so that they are the same before and after training.
+
+    Their images are small, as data URLs: a report is made without the files.
+    """
     ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
-    return [asdict(answer) for answer in ordered[:NUM_SAMPLES]]
+    chosen = ordered[:NUM_SAMPLES]
+    return [asdict(answer) | {"images": [thumbnail(image) for image in answer.images]} for answer in chosen]
 
 
 def _main_metric(name: str, results: dict[str, Any]) -> str | None:
@@ -116,19 +122,21 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
     # Log-likelihoods without their greedy flag.
     responses = [item[0] if isinstance(item, tuple | list) else item for item in responses]
     answer, expected = _given_and_expected(sample)
-    arguments = sample["arguments"][0]
-    is_generated = isinstance(arguments[-1], dict)
+    prompt, *rest = sample["arguments"][0]  # and a continuation or settings of a generation, and images
+    settings = rest[0] if rest and isinstance(rest[0], dict) else None
+    images = rest[1]["visual"] if len(rest) > 1 else []
     return Answer(
         task=task,
         group=group if isinstance(group, str) else None,
-        prompt=str(arguments[0]),
+        prompt=str(prompt),
         answer=answer,
         expected=expected,
         value=number,
         correct=None if number is None else number >= 1.0,
         item=int(sample.get("doc_id", 0)),
         responses=[item if isinstance(item, str) else _finite(item) for item in responses],
-        max_new_tokens=arguments[-1].get("max_gen_toks", MAX_GEN_TOKS) if is_generated else None,
+        max_new_tokens=None if settings is None else settings.get("max_gen_toks", MAX_GEN_TOKS),
+        images=[reference_to(image) for image in images],
     )
 
 

@@ -22,7 +22,7 @@ from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.model_origin import Origin, check_base, check_bound
 
 # Files that determine a model's answers, in addition to its weights and tokenizer.
-_HASHED = ("config.json", "generation_config.json", "adapter_config.json", "adapter_model.*")
+_HASHED = ("config.json", "generation_config.json", "adapter_config.json", "adapter_model.*", "*processor_config.json")
 
 if TYPE_CHECKING:
     import torch

@@ -35,6 +35,15 @@ YARN_ARCHITECTURES = frozenset({
     "Starcoder2ForCausalLM",
 })  # fmt: skip
 
+# Architectures whose packed rows with images have the loss of their documents (tests/train/test_packed_images.py).
+# Not Gemma 3: transformers 5.24 finds the images of its sliding layers' mask at their places in the first document.
+PACKED_IMAGE_ARCHITECTURES = frozenset({
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "SmolVLMForConditionalGeneration",
+})  # fmt: skip
+
+# Architectures that let the tokens of an image see each other, by a mask: transformers' flash attention leaves it out.
+IMAGE_MASK_ARCHITECTURES = frozenset({"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"})
+
 # Keys of different architectures' configs for the number of experts, and for how many of them a token is sent to.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_EXPERTS = (

@@ -1,8 +1,11 @@
-"""How long a document a model can have, and rotary positions stretched by YaRN (arXiv:2309.00071) as transformers does.
+"""How long a document a model can have; positions stretched by YaRN (arXiv:2309.00071); those of images in packed rows.
 
 YaRN keeps the fast rotations, slows the slow ones by `model.yarn_factor`, and sharpens the attention. So a model whose
 positions end at 32,768 learns documents of 131,072 tokens with a factor of 4. The weights stay as they are; the trained
 model's config.json says how it was stretched.
+
+Some models for images give a token three positions: time, height and width (M-RoPE, arXiv:2409.12191). transformers
+counts them through a row, so in packed rows they are computed here for each document, by the model's own function.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from tunebook.facts.architectures import YARN_ARCHITECTURES
 from tunebook.model.base_config import read_config
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 _STRETCHED = ("rope_parameters", "max_position_embeddings")  # keys of a config that say how
@@ -81,3 +85,33 @@ def stretched_keys(architecture: PretrainedConfig, model: ModelConfig) -> dict[s
     """What a base needs as keywords of `from_pretrained`, so that its positions are those of training; or nothing."""
     text: Any = architecture.get_text_config(decoder=True)
     return {key: getattr(text, key) for key in _STRETCHED} if model.yarn_factor is not None else {}
+
+
+def position_by_document(model: torch.nn.Module) -> None:
+    """Have a model with three positions a token compute those of each document of a packed row alone."""
+    for module in model.modules():
+        if hasattr(module, "get_rope_index"):
+            module.register_forward_pre_hook(_position_by_document, with_kwargs=True)
+
+
+def _position_by_document(module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+    """Replace a packed row's positions in the text, (1, T), by (4, 1, T): these, which the mask follows, and three."""
+    import torch
+
+    positions, grid = inputs.get("position_ids"), inputs.get("image_grid_thw")
+    if positions is None or positions.ndim != 2:
+        return None
+    placed = positions.expand(3, *positions.shape)
+    if grid is not None:
+        starts = (positions[0] == 0).nonzero()[:, 0]
+        lengths = torch.diff(starts, append=starts.new_tensor([positions.shape[1]]))
+        within = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]  # (documents, longest)
+        ids, types = (
+            inputs[name].new_zeros(within.shape).masked_scatter(within, inputs[name])
+            for name in ("input_ids", "mm_token_type_ids")
+        )
+        by_document = module.get_rope_index(
+            ids, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=within.long()
+        )[0]
+        placed = by_document[:, within][:, None]
+    return args, inputs | {"position_ids": torch.cat([positions[None], placed])}

@@ -188,12 +188,12 @@ def mean_score(tasks: dict[str, dict[str, Any]]) -> tuple[float, bool] | None:
 
 
 def pair_samples(before: _Record, after: _Record) -> list[dict[str, Any]]:
-    """Five samples, in the order that the evaluation chose, with the answers to the same prompt before and after.
+    """Five samples, in the order that the evaluation chose, with the answers to the same item before and after.
 
     An answer is its text, and whether it is right: None if the metric does not judge single answers.
     """
     old, new = (
-        {(sample["task"], sample["prompt"]): sample for sample in evaluation.get("samples", [])}
+        {(sample["task"], sample["prompt"], sample.get("item")): sample for sample in evaluation.get("samples", [])}
         for evaluation in (before, after)
     )
     samples = []
@@ -203,6 +203,7 @@ def pair_samples(before: _Record, after: _Record) -> list[dict[str, Any]]:
         samples.append(
             {
                 "task": f"{shown['task']}: {group}" if group and group != shown["task"] else shown["task"],
+                "images": shown.get("images", []),  # data URLs
                 "turns": split_turns(shown["prompt"]), "expected": str(shown["expected"]),
                 "before": pair[0], "after": pair[1],
             }

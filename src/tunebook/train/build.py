@@ -37,6 +37,7 @@ from tunebook.model.fp8 import convert_frozen_to_fp8, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.offloading import Copies, offload_activations
+from tunebook.model.positions import position_by_document
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, trainer_tokenizer
 from tunebook.model.weight_files import weights_fingerprint
@@ -130,6 +131,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTra
     is_on_cpu = config.hardware.generation is Generation.cpu
     if config.packing.mode is PackingMode.isolated or not is_on_cpu:  # a GPU's kernels are for padded rows, too
         isolate_documents(model, is_on_cpu=is_on_cpu)
+        position_by_document(model)
     if config.activation.mlp_tile_tokens is not None:
         tile_mlps(model, config.activation.mlp_tile_tokens)
     fp8_layers = _convert_to_fp8(config, model) if config.precision.compute is Compute.fp8 else []

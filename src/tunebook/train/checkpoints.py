@@ -65,6 +65,8 @@ class CompleteCheckpoints(RecordedLogs):
         An adapter gets generation settings, too: the base's may not end answers where training does.
         """
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:  # a rank that only helped to gather the weights
+            return
         for file in self.processor_files:
             shutil.copyfile(file, Path(output_dir or str(self.args.output_dir)) / file.name)
         if is_peft_model(self.model):

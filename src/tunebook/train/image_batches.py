@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from tunebook.data.images import open_image
 from tunebook.data.sampler import IMAGES
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 IMAGE_WORKERS = 2  # processes of each rank that read images
 Rows = list[dict[str, Any]]
@@ -33,17 +36,20 @@ class ImageCollator:
     """
 
     def __init__(self, collate: Collate, processor: ImageProcessor, *, needs_image: bool = False) -> None:
-        self._collate, self._processor, self._needs_image = collate, processor, needs_image
+        self._collate, self.processor, self._needs_image = collate, processor, needs_image
 
     def __call__(self, rows: Rows) -> dict[str, Any]:
         """The batch of tokens, with pixels and the kinds of tokens as the model reads them."""
-        images = [open_image(reference) for row in rows for reference in row.get(IMAGES, ())]
+        return self.with_images(rows, [open_image(reference) for row in rows for reference in row.get(IMAGES, ())])
+
+    def with_images(self, rows: Rows, images: list[Image]) -> dict[str, Any]:
+        """The batch of rows that have these images."""
         if not images and self._needs_image:
-            ids, blank = self._processor.blank()
+            ids, blank = self.processor.blank()
             images, rows = [blank], [_extended(rows[0], ids), *rows[1:]]
         batch = self._collate(rows)
-        batch |= self._processor.token_types(batch["input_ids"])
-        return batch | self._processor.pixels(images) if images else batch
+        batch |= self.processor.token_types(batch["input_ids"])
+        return batch | self.processor.pixels(images) if images else batch
 
 
 def _extended(row: dict[str, Any], ids: list[int]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Measure with forward passes how much the documents of one packed row affect each other.
 
-Two documents of random tokens share a row. If the row is isolated, the second document has the same logits as alone and
-keeps them when every token of the first is replaced, and the row's loss is the sum of the documents' losses. The effect
-of a leak is measured too, on the same tokens as one document: a probe that could not detect it proves nothing, and the
-run is refused.
+Two documents of random tokens share a row; each has an image where the run's documents do. If the row is isolated, the
+second document has the same logits as alone and keeps them when the first is replaced, and the row's loss is the sum of
+the documents' losses. The effect of a leak is measured too, on the same tokens as one document: a probe that could not
+detect it proves nothing, and the run is refused.
 
 Distances are relative: the norm of the difference of two logit vectors, divided by the norm of the logits about their
 mean; the largest over all tokens. They do not depend on the size of the vocabulary or of the logits.
@@ -15,6 +15,7 @@ which changes its logits entirely, so the median over the tokens is judged there
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,19 +113,25 @@ def tolerance(compute: Compute, *, uses_tf32: bool, has_experts: bool = False) -
     )
 
 
-def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int] = LENGTHS) -> Isolation:
-    """Measure with eight forward passes over at most two documents. It uses its own random generator."""
-    draw, length = np.random.default_rng(0), lengths[0]
-    first = draw.integers(0, vocab_size, length)
-    second = draw.integers(0, vocab_size, lengths[1]).tolist()
-    other = ((first + draw.integers(1, vocab_size, length)) % vocab_size).tolist()
-    first = first.tolist()
+def measure_isolation(
+    forward: Forward, vocab_size: int, lengths: tuple[int, int] = LENGTHS, image: Sequence[int] = ()
+) -> Isolation:
+    """Measure with eight forward passes over at most two documents. It uses its own random generator.
+
+    `image` are the tokens of an image, which then are in the middle of each document.
+    """
+    draw = np.random.default_rng(0)
+    drawn = draw.integers(0, vocab_size, lengths[0])
+    second = _around(image, draw.integers(0, vocab_size, lengths[1]).tolist())
+    other = _around(image, ((drawn + draw.integers(1, vocab_size, lengths[0])) % vocab_size).tolist())
+    first = _around(image, drawn.tolist())
+    length = len(first)
     together = forward.logits([first, second])[length:]
     moved = _distances(forward.logits([other, second])[length:], together).max()
     leaking = _distances(forward.logits([first + second])[length:], together).max()
     logits_alone = forward.logits([second])
     alone = _distances(together, logits_alone)
-    rounding = _distances(forward.logits([second, first])[: lengths[1]], logits_alone)
+    rounding = _distances(forward.logits([second, first])[: len(second)], logits_alone)
     loss_together, tokens_together = forward.loss([first, second])
     apart = [forward.loss([document]) for document in (first, second)]
     return Isolation(
@@ -139,6 +146,15 @@ def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int
         tokens_together=tokens_together,
         tokens_apart=sum(count for _, count in apart),
     )
+
+
+def _around(image: Sequence[int], tokens: list[int]) -> list[int]:
+    """A document with an image in its middle, and without other tokens of images."""
+    if not image:
+        return tokens
+    text = next(token for token in range(len(image) + 1) if token not in image)
+    plain = [text if token in image else token for token in tokens]
+    return [*plain[: len(plain) // 2], *image, *plain[len(plain) // 2 :]]
 
 
 def _distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

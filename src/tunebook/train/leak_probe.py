@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -22,6 +22,7 @@ from tunebook.model.fp8 import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.deepspeed import forget_parameter_order
 from tunebook.record.manifest import add_to_manifest
+from tunebook.train.image_batches import ImageCollator
 from tunebook.train.isolation import (
     LENGTHS,
     LENGTHS_FOR_FLEX,
@@ -31,6 +32,9 @@ from tunebook.train.isolation import (
     tolerance,
 )
 from tunebook.train.sequence import SequenceGroup
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 LEAK_PROBE_KEY = "leak_probe"  # in the manifest
 
@@ -93,9 +97,8 @@ class LeakProbe(TrainerCallback):
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.no_grad(), torch.random.fork_rng(devices), plain_products(model):
             try:
-                isolation = measure_isolation(
-                    TrainingForward(self.trainer, sequence), vocab_size, _lengths(lengths, sequence)
-                )
+                forward = TrainingForward(self.trainer, sequence)
+                isolation = measure_isolation(forward, vocab_size, _lengths(lengths, sequence), forward.image)
             except ValueError as error:
                 if "packed" not in str(error):
                     raise
@@ -118,6 +121,9 @@ class TrainingForward:
     def __init__(self, trainer: Any, sequence: SequenceGroup | None = None) -> None:
         self.trainer = trainer
         self.sequence = sequence  # all its ranks get the same documents
+        self.image: list[int] = []  # the tokens of an image, where the run has some
+        if isinstance(trainer.data_collator, ImageCollator):
+            self.image = trainer.data_collator.processor.blank()[0]
 
     def logits(self, documents: list[list[int]]) -> torch.Tensor:
         """Logits (num_tokens, vocab_size) in float32 of all documents' tokens, end to end."""
@@ -138,8 +144,16 @@ class TrainingForward:
     def _inputs(self, documents: list[list[int]]) -> dict[str, Any]:
         tokens = [token for document in documents for token in document]
         row = {"input_ids": tokens, "labels": list(tokens), "seq_lengths": [len(document) for document in documents]}
-        inputs: dict[str, Any] = self.trainer._prepare_inputs(self.trainer.data_collator([row]))
+        collate = self.trainer.data_collator
+        batch = collate.with_images([row], self._pictures(tokens)) if self.image else collate([row])
+        inputs: dict[str, Any] = self.trainer._prepare_inputs(batch)
         return inputs
+
+    def _pictures(self, tokens: list[int]) -> list[Image]:
+        """A picture for each image among the tokens, whose shade follows from the token before it."""
+        blank, length = self.trainer.data_collator.processor.blank()[1], len(self.image)
+        places = [place for place in range(len(tokens)) if tokens[place : place + length] == self.image]
+        return [blank.point([tokens[place - 1] % 256] * 768) for place in places]
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         forget_parameter_order(self.trainer.model_wrapped)  # passes with and without the fused head take turns

@@ -15,6 +15,7 @@ from tunebook.config.choices import (
     Offload,
     PackingMode,
     PeftMethod,
+    Source,
     Strategy,
 )
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
@@ -145,3 +146,13 @@ def test_attention_and_packing(settled, changed, machine, gpu, values, model, ke
     assert (config.attention.implementation.name, config.packing.mode.name) == (kernel, packing)
     assert config.model.one_pass_head is (gpu is not None and config.precision.compute is Compute.bf16)
     assert config.model.compile_layers is (kernel == "varlen_attention" and model is None)
+
+
+def test_images_whose_tokens_see_each_other_get_a_mask(settled, changed, machine, tmp_path):
+    (tmp_path / "images.jsonl").write_text('{"messages": [], "images": ["a.png"]}\n')
+    values = {
+        "model.facts.architecture": "Gemma3ForConditionalGeneration", "model.compile_layers": False,
+        "dataset.source": Source.files, "dataset.name": None, "dataset.path": str(tmp_path / "images.jsonl"),
+    }  # fmt: skip
+    config = resolve_auto(changed(settled, values), machine(H200)).config
+    assert (config.attention.implementation, config.packing.mode) == (Attention.sdpa, PackingMode.padded)

@@ -18,6 +18,7 @@ from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.facts.attention import BY_DOCUMENT, WITHOUT_KERNEL
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import auto_class
+from tunebook.model.positions import position_by_document
 from tunebook.model.varlen_attention import register
 from tunebook.plan.architecture.layers import quiet, shortened, stated_kinds
 from tunebook.train.isolation import leaks, measure_isolation, tolerance
@@ -48,6 +49,7 @@ def isolation_of(architecture: Any, config: Any, *, has_experts: bool) -> dict[s
         if type(model) is not architecture:
             continue
         put_back = isolate_documents(model, is_on_cpu=True)
+        position_by_document(model)
         try:
             found = _is_isolated(model, has_experts)
         finally:

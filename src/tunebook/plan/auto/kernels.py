@@ -11,12 +11,13 @@ from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.data.sources import begins_with_images
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
+    IMAGE_MASK_ARCHITECTURES,
     SINK_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
     has_attention,
     without_flash_attn,
 )
-from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, MASKED, UNDECIDED
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.methods import method_facts
 from tunebook.facts.sharing import offloaded_states
@@ -94,6 +95,9 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
     another machine use an image that has flash-attn.
     """
     fallback, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
+    facts = config.model.facts
+    if facts is not None and facts.architecture in IMAGE_MASK_ARCHITECTURES and begins_with_images(config.dataset):
+        return MASKED, "the tokens of an image see each other, which needs a mask"
     if config.parallelism.sequence_group_size > 1:
         is_by_document = fallback is not COMPILED and has_attention(config, BY_DOCUMENT)
         return BY_DOCUMENT if is_by_document else fallback, "GPUs can share rows with torch's kernels for packed rows"
@@ -128,7 +132,7 @@ def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, st
     if not method_facts(config).may_pack:
         return PackingMode.padded, f"method={config.method.name} takes padded rows, as TRL's trainer"
     if begins_with_images(config.dataset):
-        return PackingMode.padded, "the documents have images, and packed rows were not proven to keep these apart"
+        return PackingMode.padded, "the documents have images; for some models packing=isolated packs them"
     if isolates(config) is False:
         return PackingMode.padded, "the architecture cannot keep packed documents apart"
     version_of = image.state_kernels.__contains__ if is_planned else installed_version
