@@ -30,7 +30,7 @@ from tunebook.data.sampler import IMAGES
 from tunebook.data.sources import begins_with_images
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_file
-from tunebook.model.processor import load_image_processor
+from tunebook.model.processor import load_image_processor, scaled_size
 from tunebook.model.tokenizer import load_tokenizer
 
 Make = Callable[..., RunConfig]
@@ -263,7 +263,7 @@ def test_larger_images_are_scaled_down(data: Make, qwen_folder: Path) -> None:
     (row,) = prepared(config)
     tokenizer = load_tokenizer(config.model)
     processor = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
-    width, height = processor.scaled_size((100, 60))
+    width, height = scaled_size((100, 60), 3 * 28 * 28)
     assert width * height <= 3 * 28 * 28 < (width + 1) * (height + 1) and width / height == pytest.approx(
         5 / 3, rel=0.05
     )

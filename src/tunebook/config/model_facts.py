@@ -25,7 +25,7 @@ from tunebook.config.choices import ModelPart
 from tunebook.config.ranges import number
 
 # Names of modules between a tower for images and the language model.
-_PROJECTORS = ("multi_modal_projector", "connector", "merger", "deepstack_merger_list")
+PROJECTORS = ("multi_modal_projector", "connector", "merger", "deepstack_merger_list")
 ARCHITECTURE_FILE = "architecture.json"  # in a run folder
 MASK, LENGTHS = "mask", "lengths"  # how attention can keep packed documents apart
 
@@ -40,6 +40,7 @@ class LayerFacts:
     active_parameters: int  # parameters used for one token: fewer than all if a router chooses among experts
     largest_parameter: int  # elements of the whole model's largest parameter, such as stacked experts
     unreached_parameters: int = 0  # elements of `ModelFacts.unreached`
+    projector_parameters: int = 0  # those of them that are between a tower for images and the language model
     # Elements of embeddings besides the words', such as one for each layer: a token takes a row and computes no product
     looked_up_parameters: int = 0
     # Heads x head size, summed over the layers that attend to the whole document, and over those that attend to a
@@ -140,7 +141,7 @@ def frozen_modules(unreached: Collection[str], trained: Collection[ModelPart]) -
     What text does not reach is the tower for images, and the projector between it and the language model.
     """
     outside = modules_pattern(unreached) if unreached else "(?!)"
-    projector = rf"(?:.*\.)?(?:{'|'.join(_PROJECTORS)})(?:\..+)?"
+    projector = rf"(?:.*\.)?(?:{'|'.join(PROJECTORS)})(?:\..+)?"
     patterns = {
         ModelPart.language: rf"(?!{outside}$).+",
         ModelPart.vision: rf"(?!{projector}$){outside}",

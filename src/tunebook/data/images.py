@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from tunebook.model.processor import ImageProcessor
 
+Size = tuple[int, int]  # width and height in pixels
 MARK = "<image>"  # in the text of a document that has IMAGE_KEYS
 IMAGE_KEYS = ("images", "image")
 _MOST_PIXELS = 89_478_485  # Pillow's own limit against files that would fill the memory
@@ -107,7 +108,7 @@ class ImageReader:
         return {"file": str(file), "sha256": digest, "size": list(size)}
 
 
-def check_image(data: bytes, name: str, place: str) -> tuple[int, int]:
+def check_image(data: bytes, name: str, place: str) -> Size:
     """Width and height of an image that can be read to its end. Raises: DocumentError."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 

@@ -168,11 +168,11 @@ def _for_run(config: RunConfig, prepared: Prepared) -> Prepared:
     from tunebook.data.corpus import CorpusKind
 
     _require_method(config, CorpusKind(prepared.kind))
-    _require_images(config, prepared.has_images)
+    require_images(config, prepared.has_images)
     return prepared
 
 
-def _require_images(config: RunConfig, has_images: bool) -> None:
+def require_images(config: RunConfig, has_images: bool) -> None:
     """Raises: RequestError for settings that documents with images, or without, cannot be trained with."""
     if not has_images:
         if parts := [part.name for part in config.model.train if part is not ModelPart.language]:
@@ -265,7 +265,7 @@ def _make(config: RunConfig, folder: Path, report: Progress) -> str:
     vocab_size, eos_token_id = vocabulary(config)
     corpus = load_corpus(config.dataset, cache_dir=corpus_folder, vocab_size=vocab_size, eos_token_id=eos_token_id)
     _require_method(config, corpus.kind)
-    _require_images(config, corpus.has_images)
+    require_images(config, corpus.has_images)
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     images: set[str] = set()

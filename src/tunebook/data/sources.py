@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,15 +19,16 @@ from typing import Any
 from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
+from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import CONTENT_HASH, Corpus, Loaded, Row, SourceRecord, write_rows
-from tunebook.data.files import PARQUET_SUFFIXES, find_files
+from tunebook.data.files import JSON_SUFFIXES, PARQUET_SUFFIXES, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
-from tunebook.data.images import IMAGE_KEYS, ImageReader
+from tunebook.data.images import ImageReader, Size
 from tunebook.data.mixture import content_hashes, hold_out, mix
-from tunebook.data.problems import DocumentProblems, KeyAccount, Skipped
+from tunebook.data.problems import DocumentError, DocumentProblems, KeyAccount, Skipped
 from tunebook.data.readers import Record, read_records, without_nulls
 from tunebook.data.synthetic import load_synthetic
-from tunebook.errors import DataError
+from tunebook.errors import DataError, RequestError
 from tunebook.files import remembered_hash
 
 
@@ -237,28 +239,82 @@ _IMAGES_IN_JSON = re.compile(r'(?<!\\)"(?:images?|image_url)"\s*:|"type"\s*:\s*"
 _HEAD_BYTES = 65_536
 
 
+_FIRST_DOCUMENTS = 20
+_LONGEST_ARRAY_BYTES = 2**26  # a JSON array is read whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstImages:
+    """The images of the first documents of each source, by which a run is planned. The preparation knows all."""
+
+    are_there: bool  # also if they cannot be read here
+    sizes: list[list[Size]]  # of each document
+
+
+_first_images: dict[str, FirstImages] = {}  # in this process, by the configuration and its files
+
+
+def first_images(config: DatasetConfig) -> FirstImages | None:
+    """The images of the first documents, read as for training but never downloaded; None if no file is at hand."""
+    files = _first_files(config)
+    if not files:
+        return None
+    key = repr([config, *((file, file.stat().st_mtime_ns) for file in files.values())])
+    if key not in _first_images:
+        _first_images[key] = _images_of_first(config, files)
+    return _first_images[key]
+
+
 def begins_with_images(config: DatasetConfig) -> bool:
-    """Whether images are at the beginning of its files; false if these are missing, or on the hub.
+    """Whether the first documents have images; false if they are not at hand."""
+    first = first_images(config)
+    return first is not None and first.are_there
 
-    This is for choices before the data is prepared, which knows.
-    """
+
+def _first_files(config: DatasetConfig) -> dict[str, Path]:
+    """The first file of each source that has files here, by the key of the source."""
+    files = {}
     for key, source in sources_of(config).items():
-        if source.source is not Source.files or not source.path or {*IMAGE_KEYS} & {*source.ignore_keys}:
-            continue
-        try:
-            file = find_files(source.path, key)[0].path
-            if file.name.lower().endswith(PARQUET_SUFFIXES):
-                import pyarrow.parquet as pq
+        if source.source is Source.files and source.path:
+            with suppress(DataError):
+                files[key] = find_files(source.path, key)[0].path
+    return files
 
-                head = " ".join(f'"{name}":' for name in pq.read_schema(file).names)
-            else:
-                with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-                    head = stream.read(_HEAD_BYTES).decode(errors="replace")
-        except (OSError, ValueError, DataError):
+
+def _images_of_first(config: DatasetConfig, files: dict[str, Path]) -> FirstImages:
+    here = replace(config, download_images=False)
+    loader = _Loader(config=here, cache_dir=Path(), vocab_size=None, eos_token_id=None)
+    sources, are_there, sizes = sources_of(config), False, []
+    for key, file in files.items():
+        try:
+            if not _names_images(file):
+                continue
+            if file.name.lower().endswith(JSON_SUFFIXES) and file.stat().st_size > _LONGEST_ARRAY_BYTES:
+                are_there = True
+                continue
+            normalizer = loader._normalizer(sources[key], key)
+            images = normalizer.settings.images
+            images.folder = file.parent
+            records = read_records(file, DocumentProblems(str(file)), normalizer.account)
+            for _, record in islice(records, _FIRST_DOCUMENTS):
+                with suppress(DocumentError):  # the preparation reports it
+                    row = normalizer.row(record)
+                    placed = Conversation.of(row).images() if "messages" in row else []
+                    sizes.append([(image["size"][0], image["size"][1]) for image in placed])
+            are_there = are_there or images.num_read > 0
+        except (OSError, ValueError, DataError, RequestError):  # as above
             continue
-        if _IMAGES_IN_JSON.search(head):
-            return True
-    return False
+    return FirstImages(are_there=are_there, sizes=sizes)
+
+
+def _names_images(file: Path) -> bool:
+    """Whether the beginning of a file may name images."""
+    if file.name.lower().endswith(PARQUET_SUFFIXES):
+        import pyarrow.parquet as pq
+
+        return bool(_IMAGES_IN_JSON.search(" ".join(f'"{name}":' for name in pq.read_schema(file).names)))
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+        return bool(_IMAGES_IN_JSON.search(stream.read(_HEAD_BYTES).decode(errors="replace")))
 
 
 # Fields that change no document, and places, whose content is hashed instead.

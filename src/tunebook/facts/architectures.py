@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import COMPILED, MASKED, WITHOUT_KERNEL
@@ -43,6 +45,23 @@ PACKED_IMAGE_ARCHITECTURES = frozenset({
 
 # Architectures that let the tokens of an image see each other, by a mask: transformers' flash attention leaves it out.
 IMAGE_MASK_ARCHITECTURES = frozenset({"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"})
+
+# Architectures whose towers for images are planned (tests/plan/memory/test_tower.py), and what their published
+# preprocessor_config.json say about sizes, for models that are planned by their facts. The keys are transformers'.
+_QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2}
+IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
+    "Qwen2_5_VLForConditionalGeneration": _QWEN
+    | {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 3584 * 3584}},
+    "Qwen3VLForConditionalGeneration": _QWEN
+    | {"patch_size": 16, "size": {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}},
+    "Gemma3ForConditionalGeneration": {
+        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}
+    },
+    "SmolVLMForConditionalGeneration": {
+        "image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True, "size": {"longest_edge": 2048},
+        "max_image_size": {"longest_edge": 512},
+    },
+}  # fmt: skip
 
 # Keys of different architectures' configs for the number of experts, and for how many of them a token is sent to.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

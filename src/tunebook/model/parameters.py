@@ -51,11 +51,13 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     """Count a configuration's parameters."""
     embeddings = facts.vocab_size * facts.hidden_size
     if config.peft.method is PeftMethod.full:
-        outside = _unreached(facts)  # the tower for images, and the small projector
-        language = facts.num_parameters - outside
-        trained = language * (ModelPart.language in config.model.train) + outside * (
-            ModelPart.vision in config.model.train
-        )
+        projector = facts.measured.projector_parameters if facts.measured is not None else 0
+        parts = {
+            ModelPart.language: facts.num_parameters - _unreached(facts),
+            ModelPart.vision: _unreached(facts) - projector,
+            ModelPart.projector: projector,
+        }
+        trained = sum(number for part, number in parts.items() if part in config.model.train)
         return Parameters(
             trained=trained,
             frozen=facts.num_parameters - trained,

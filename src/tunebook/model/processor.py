@@ -29,6 +29,15 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 _SAME_IMAGES = {"SmolVLMProcessor": "Idefics3Processor"}
 
 
+def scaled_size(size: Size, max_pixels: int | None) -> Size:
+    """The size of an image within the limit, in the same proportions. None: no limit."""
+    width, height = size
+    if max_pixels is None or width * height <= max_pixels:
+        return size
+    factor = (max_pixels / (width * height)) ** 0.5
+    return max(1, int(width * factor)), max(1, int(height * factor))
+
+
 class ImageProcessor:
     """Reads images for one model. `max_pixels`: larger images are scaled down first; None: as the model's files say."""
 
@@ -43,25 +52,17 @@ class ImageProcessor:
     def __reduce__(self) -> tuple[Any, ...]:
         return load_image_processor, self._origin  # other processes load it again
 
-    def scaled_size(self, size: Size) -> Size:
-        """The size of an image within the limit, in the same proportions."""
-        width, height = size
-        if self._max_pixels is None or width * height <= self._max_pixels:
-            return size
-        factor = (self._max_pixels / (width * height)) ** 0.5
-        return max(1, int(width * factor)), max(1, int(height * factor))
-
     def _text_of_size(self, size: Size) -> str:
         """The text that the tokenizer reads for an image. Raises: ValueError for a size the model does not take."""
         from PIL import Image
 
-        blank = Image.new("RGB", self.scaled_size(size))
+        blank = Image.new("RGB", scaled_size(size, self._max_pixels))
         inputs = self._processor(images=[blank], text=[self.placeholder], return_text_replacement_offsets=True)
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def pixels(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
         """The model's inputs for the images of a batch, in order."""
-        scaled = [image.resize(self.scaled_size(image.size), resample=_BICUBIC) for image in images]
+        scaled = [image.resize(scaled_size(image.size, self._max_pixels), resample=_BICUBIC) for image in images]
         inputs = self._processor(images=scaled, text=[self.placeholder * len(scaled)], return_tensors="pt")
         return {name: value for name, value in inputs.items() if name not in _OF_TEXT}
 

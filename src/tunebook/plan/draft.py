@@ -15,6 +15,8 @@ from tunebook.config.compose import Composition, compose
 from tunebook.config.schema import HardwareConfig, ModelConfig, RunConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
+from tunebook.data.prepare import require_images
+from tunebook.data.sources import begins_with_images
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError, TunebookError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
@@ -122,6 +124,8 @@ def draft_run(
         found = [*check(config, composition.set_by), *parent_problems]
         draft.problems = sorted(found, key=lambda problem: not problem.is_error)
         if not any(problem.is_error for problem in draft.problems):
+            if begins_with_images(config.dataset):
+                require_images(config, has_images=True)
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
             draft.memory = measured_memory(config, draft.batch, machine) or plan_memory(config, draft.batch)

@@ -9,13 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tunebook.config.choices import Generation
+from tunebook.config.choices import Generation, Source
 from tunebook.config.override_text import as_typed
-from tunebook.config.schema import HardwareConfig
+from tunebook.config.schema import HardwareConfig, RunConfig
 from tunebook.data.batch import BatchPlan
+from tunebook.data.sources import begins_with_images, first_images
 from tunebook.errors import Problem, counted
 from tunebook.plan.auto.decisions import AS_ASKED, Choice
 from tunebook.plan.draft import Draft
+from tunebook.plan.images import planned_images
+from tunebook.plan.memory.activations import image_cost
 from tunebook.plan.memory.verdict import MemoryPlan, gib
 from tunebook.plan.speed import TimePlan
 from tunebook.terminal import print_lines
@@ -29,6 +32,8 @@ def show_plan(draft: Draft, console: Console, *, with_reasons: bool) -> None:
     style = {True: "bold green", False: "bold red", None: "bold yellow"}[draft.fits]
     print_lines([draft.tightest.verdict], console, style=style)
     lines = [_row("hardware", hardware_text(draft.config.hardware)), *batch_lines(draft.batch)]
+    if (images := images_text(draft.config)) is not None:
+        lines.append(_row("images", images))
     lines += [_row("time", time_text(draft.time, with_reasons=with_reasons))]
     lines += [_row("memory", memory_text(draft.memory)), _row("host", host_memory_text(draft.host))]
     if draft.missing_data is not None:
@@ -87,6 +92,25 @@ def batch_lines(plan: BatchPlan) -> list[str]:
     if plan.steps_per_epoch is not None and plan.num_documents is not None:
         steps += f"; an epoch of {counted(plan.num_documents, plan.unit)} has {plan.steps_per_epoch:,}"
     return [*lines, _row("steps", steps)]
+
+
+def images_text(config: RunConfig) -> str | None:
+    """What an image of the documents takes, and what is assumed; None for a run without images."""
+    images, longest, facts = planned_images(config), config.training.max_length, config.model.facts
+    if images is None:
+        if begins_with_images(config.dataset):
+            model = "this model" if facts is None else facts.architecture
+            return (
+                f"planned without the tower of {model}, which was not tried; tunebook plan --measure trains two steps"
+            )
+        may_come = config.dataset.source is not Source.synthetic and first_images(config.dataset) is None
+        return "none assumed: the data is not at hand" if may_come and facts is not None and facts.unreached else None
+    tokens = image_cost(config, images).tokens
+    takes = f"an image of {images.size[0]:,} x {images.size[1]:,} pixels takes {tokens:,} tokens"
+    source = "assumed, since none is at hand" if images.is_assumed else "as in the first documents"
+    text = f"{takes}, {images.number} in a document: {source}"
+    fitting = longest // tokens
+    return text if fitting >= images.number else f"{text}; training.max_length={longest} leaves {fitting} of them"
 
 
 def memory_text(plan: MemoryPlan) -> str:

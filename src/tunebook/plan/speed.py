@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.choices import Compute, Generation, ModelPart, PackingMode, PeftMethod, Switch
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan, longest_document
@@ -26,7 +26,8 @@ from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.flops import attention_flops_per_token, flops_per_token
 from tunebook.model.parameters import count_parameters, has_experts
-from tunebook.plan.memory.activations import is_recomputed
+from tunebook.plan.images import planned_images
+from tunebook.plan.memory.activations import image_cost, is_recomputed
 
 MEASURED_ON = Generation.hopper
 
@@ -54,6 +55,7 @@ SHARES = {
 # Attention reaches less than products do. Of rows with one document of 27,904 tokens and more, most of the time is
 # attention (h100x2_sequence.jsonl and h200x2_sequence.jsonl).
 ATTENTION_SHARE = 0.3
+TOWER_SHARE = 0.3  # of towers for images: not measured
 UNKNOWN_PADDING = 0.5  # of padded rows before the documents' lengths are known (h200_qwen05b_single.jsonl)
 
 
@@ -94,11 +96,15 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
         unknown = f"no {kind} model was measured with peft={config.peft.method.name} in {number_format}"
         return TimePlan(tokens=tokens, assumption=f"not estimated: {unknown}")
     factors = [*_factors(config, batch, facts, share, peak)]
-    speed = math.prod(factor for factor, _ in factors) / _seconds_per_token(config, batch, facts, share, peak)
+    of_text = _seconds_per_token(config, batch, facts, share, peak) / math.prod(factor for factor, _ in factors)
+    of_images = _image_seconds_per_token(config, batch, peak)
+    speed = 1 / (of_text + of_images)
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     reached = f"{share.of_peak:.0%} of {peak.tflops:g} TFLOP/s ({share.source})"
     texts = [reached, *(f"x {factor:.2g}: {text}" for factor, text in factors), *_unmeasured(config, batch, peak)]
+    if of_images:
+        texts.append(f"images take {of_images * speed:.0%} of the time, if their tower reaches {TOWER_SHARE:.0%}")
     return TimePlan(
         tokens_per_second_per_gpu=speed,
         tokens_per_second=speed * ranks,
@@ -134,6 +140,19 @@ def _seconds_per_token(config: RunConfig, batch: BatchPlan, facts: ModelFacts, s
     attention = attention_flops_per_token(facts, attended)
     products = flops_per_token(facts, attended, trained) - attention
     return (products / share.of_peak + attention / min(share.of_peak, ATTENTION_SHARE)) / (peak.tflops * 1e12)
+
+
+def _image_seconds_per_token(config: RunConfig, batch: BatchPlan, peak: Peak) -> float:
+    """Seconds that one GPU computes the images of a document in the tower, for each token of the document."""
+    images = planned_images(config)
+    if images is None:
+        return 0.0
+    documents = batch.documents_per_step
+    tokens = batch.tokens_per_step / documents if batch.tokens_per_step and documents else longest_document(config)
+    # With recomputation transformers has gradients of all embeddings computed, also those of a frozen tower.
+    passes = 3 if ModelPart.vision in config.model.train or is_recomputed(config) else 1
+    flops = passes * images.mean_number * image_cost(config, images).flops
+    return flops / tokens / (TOWER_SHARE * peak.tflops * 1e12)
 
 
 def _factors(

@@ -21,5 +21,6 @@ def in_a_folder_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, config in MODELS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "images.jsonl").write_text('{"messages": [], "images": ["a.png"]}\n')
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A cat."}]
+    (tmp_path / "images.jsonl").write_text(json.dumps({"messages": turns, "images": ["a.png"]}))
     monkeypatch.chdir(tmp_path)

@@ -144,11 +144,6 @@ CASES = [
     Case("chat-template-not-found", "model.chat_template", {"model.chat_template": "trl:nonesuch"}),
     # data
     Case("dataset-source", "dataset.name", {"dataset.name": None}),
-    Case(
-        "images-not-planned",
-        "model.train",
-        {"dataset.source": Source.files, "dataset.name": None, "dataset.path": "images.jsonl"},
-    ),
     Case("dataset-source", "dataset.path", {"dataset.source": Source.files, "dataset.name": None}),
     Case("dataset-source", "dataset.parts.chat.path", mixture(chat=MixturePart())),
     Case("dataset-source", "dataset.parts.all.parts", mixture(all=MixturePart(source=Source.mixture))),

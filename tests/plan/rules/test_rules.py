@@ -58,7 +58,7 @@ def test_a_problem_says_what_set_its_key(sound, changed):
 
 def test_warnings_are_the_ones_a_run_can_live_with():
     warnings = {rule.id for rule in RULES if not rule.is_error}
-    assert warnings == {"setting-ignored", "flash-attention-not-deterministic", "images-not-planned"}
+    assert warnings == {"setting-ignored", "flash-attention-not-deterministic"}
 
 
 def test_options_that_only_resemble_reserved_ones_are_the_users(sound, changed):

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.initialization import no_init_weights
 
 from tunebook.config.choices import Attention
-from tunebook.config.model_facts import LayerFacts, ModelFacts, outermost_modules
+from tunebook.config.model_facts import PROJECTORS, LayerFacts, ModelFacts, outermost_modules
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.facts.architectures import CHOSEN_EXPERTS
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITH_SINKS, WITHOUT_KERNEL
@@ -132,6 +132,9 @@ def _counted(model: Any, layers: nn.ModuleList, text: Any, unreached: set[str]) 
         "active_parameters": in_layers - sum(each.numel() * (len(each) - chosen) // len(each) for each in experts),
         "largest_parameter": max(parameter.numel() for _, parameter in named),
         "unreached_parameters": sum(each.numel() for name, each in named if name in unreached),
+        "projector_parameters": sum(
+            each.numel() for name, each in named if name in unreached and not {*name.split(".")}.isdisjoint(PROJECTORS)
+        ),
         "looked_up_parameters": sum(
             each.numel() for name, each in named if each in embeddings and name not in unreached
         ),

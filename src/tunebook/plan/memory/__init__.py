@@ -2,7 +2,7 @@
 
     activations  which fake step stands for a run, and what was found of such steps before
     fake_step    runs a few layers on tensors without memory; `tracker` counts what is alive, `compiled` runs compiled
-                 layers, `stand_ins` does what a CPU lacks
+                 layers, `stand_ins` does what a CPU lacks, `tower` what images need
     states       weights, gradients and optimizer state, divided among the ranks by the strategy
     ledger       rows of bytes over the moments of a step; the peak is the fullest moment
     rows         the ledger of a run, with gathered weights and gradients in transit

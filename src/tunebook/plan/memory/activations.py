@@ -19,6 +19,7 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import config_file
 from tunebook.parallel import deepspeed, fsdp
 from tunebook.plan.answers import answered
+from tunebook.plan.images import PlannedImages, planned_images
 from tunebook.plan.memory.ledger import Moment
 from tunebook.plan.memory.states import bytes_per_weight
 
@@ -82,21 +83,60 @@ class Activations:
     offloaded: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageCost:
+    """What one image takes."""
+
+    tokens: int  # of a document
+    features: int  # those of them in whose place the model puts what the tower for images computes
+    flops: float  # of the tower's forward pass
+
+
 def activations_of(config: RunConfig, *, accumulates: bool) -> Activations:
     """Run the step of a resolved configuration, or take what was found before."""
     mode, shape = mode_of(config, accumulates=accumulates), shape_of(config)
+    images, number = planned_images(config), images_of_a_pass(config)
 
     def run() -> dict[str, Any]:
-        found = _fake_step(config, mode, shape).run(mode, *shape)
+        pixels = images.inputs(number) if images is not None and number else {}
+        features = number * image_cost(config, images).features if images is not None and number else 0
+        found = _fake_step(config, mode, shape).run(mode, *shape, pixels, features)
         return {
             "at": {moment.name: [each.live, each.gradients] for moment, each in found.at.items()},
             "offloaded": found.offloaded,
         }
 
     notice = "estimating activations from a step of a few layers, once for each configuration"
-    found = answered("steps", [_built(config, mode), asdict(mode), shape], run, notice)
+    of_images = [images.size, images.processor] if images is not None and number else None
+    found = answered("steps", [_built(config, mode), asdict(mode), shape, of_images, number], run, notice)
     moments = {Moment[name]: Bytes(*numbers) for name, numbers in found["at"].items()}
     return Activations(at=moments, offloaded=found["offloaded"])
+
+
+def image_cost(config: RunConfig, images: PlannedImages) -> ImageCost:
+    """What an image takes, by running the tower on it, or what was found before.
+
+    The model's processor writes further tokens, if it is at hand.
+    """
+    mode, shape = mode_of(config, accumulates=False), shape_of(config)
+
+    def run() -> dict[str, Any]:
+        features, flops = _fake_step(config, mode, shape).run_tower(images.inputs(1))
+        return {"tokens": images.tokens(config) or features, "features": features, "flops": flops}
+
+    model = _built(config, mode)
+    question = [model["facts"], model["config"], images.size, images.processor, images.folder]
+    return ImageCost(**answered("images", question, run, "running the tower for images, once for each size of image"))
+
+
+def images_of_a_pass(config: RunConfig) -> int:
+    """Images in one rank's pass: those of each document that its row holds. Packed rows count as full of images."""
+    images, (rows, tokens) = planned_images(config), shape_of(config)
+    if images is None:
+        return 0
+    in_a_row = tokens // image_cost(config, images).tokens
+    is_padded = config.packing.mode is PackingMode.padded
+    return rows * min(in_a_row, images.number) if is_padded else in_a_row
 
 
 _MOST_STEPS = 8  # that are kept in memory
@@ -126,6 +166,7 @@ def _built(config: RunConfig, mode: Mode) -> dict[str, Any]:
     file = config_file(model)
     return {
         "facts": stated,
+        "train": [part.name for part in model.train],
         "config": file.read_text(encoding="utf-8") if file is not None and file.is_file() else None,
         "peft": asdict(config.peft) if config.peft.method is not PeftMethod.full else None,
         "fp8_scaling": config.precision.fp8_scaling.name if mode.fp8 else None,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward  # Tensor.backward would leave CudaFunctions during recomputation
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.initialization import no_init_weights
 
 from tunebook.config.model_facts import unreached_of
@@ -44,6 +46,7 @@ from tunebook.plan.memory.activations import Activations, Bytes, Mode
 from tunebook.plan.memory.compiled import TracedLayers
 from tunebook.plan.memory.ledger import Moment, page_locked
 from tunebook.plan.memory.stand_ins import BF16
+from tunebook.plan.memory.tower import KnownNumbers, Pixels, attend_in_tower, without_memory
 from tunebook.plan.memory.tracker import TRACKERS, Segment, Tracker
 
 MOST_LAYERS = 12  # that are run
@@ -80,7 +83,9 @@ class FakeStep:
     def __init__(self, config: RunConfig, architecture: Any, mode: Mode) -> None:
         self._mode = mode
         # The second layer releases the first one's input, which the model's forward pass holds, so it frees nothing.
-        self._kinds, self._places = _kinds_and_places(architecture, num_first=2 if mode.offloaded else 1)
+        # Layers into which a tower's own layers feed (Qwen3-VL) are the first ones.
+        fed = len(getattr(getattr(architecture, "vision_config", None), "deepstack_visual_indexes", ()))
+        self._kinds, self._places = _kinds_and_places(architecture, num_first=max(fed, 2 if mode.offloaded else 1))
         self._is_compiled, self._traced = False, TracedLayers()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._waiting: list[Any] = []  # parameters whose gradients are taken when the next segment begins
@@ -101,6 +106,7 @@ class FakeStep:
         causal.tie_weights()
         self._causal, self._decoder = causal, text_decoder(causal)
         self._layers = decoder_layers(self._decoder, len(self._places))
+        attend_in_tower(causal, self._decoder)
         freeze_parts(config, causal)
         if mode.quantized and not mode.compiled:
             head = causal.get_output_embeddings()
@@ -110,7 +116,7 @@ class FakeStep:
                     module.forward = stand_ins.four_bit_forward.__get__(module)
         lora = adapter_config(config)
         if lora is not None:
-            _adapt(causal, lora, getattr(torch, mode.adapters), is_quantized=mode.quantized)
+            _adapt(causal, lora, mode)
             if mode.compiled:
                 share_inputs(causal)
                 if mode.quantized:
@@ -146,10 +152,42 @@ class FakeStep:
             repeats_heads=mode.repeats_heads, keeps_documents=mode.keeps_documents, group_size=mode.group_size
         )
 
-    def run(self, mode: Mode, rows: int, tokens: int) -> Activations:
-        """A step with so many rows of so many tokens on one rank."""
+    def run_tower(self, pixels: Pixels) -> tuple[int, float]:
+        """Tokens that the language model reads for these images, and the FLOPs of the forward pass that makes them."""
+        counter = FlopCounterMode(display=False)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            self._fake,
+            counter,
+            KnownNumbers(),
+            torch.no_grad(),
+            torch.autocast("cpu", BF16, enabled=self._mode.autocast),
+        ):
+            found = self._causal.base_model.get_image_features(**without_memory(pixels)).pooler_output
+        features = [found] if isinstance(found, torch.Tensor) else found
+        return sum(each.numel() // each.shape[-1] for each in features), float(counter.get_total_flops())
+
+    def run(
+        self, mode: Mode, rows: int, tokens: int, pixels: Pixels | None = None, num_image_tokens: int = 0
+    ) -> Activations:
+        """A step with so many rows of so many tokens on one rank. `pixels`: the model's inputs for the images in them.
+
+        `num_image_tokens`: of the tokens.
+        """
         self._mode = mode
         self._register()
+        text = self._segments(rows, tokens, {}, 0)
+        if not pixels:
+            return step_of_all_layers(text, self._places, self._kinds)
+        segments = self._segments(rows, tokens, pixels, num_image_tokens)
+        found = step_of_all_layers(segments, self._places, self._kinds, text["uncached"])
+        if segments["begin"].peak.live > found.at[Moment.forward].live:
+            found.at[Moment.forward] = segments["begin"].peak
+        return found
+
+    def _segments(self, rows: int, tokens: int, pixels: Pixels, num_image_tokens: int) -> dict[str, Segment]:
+        """Run a step and count it."""
+        mode = self._mode
         put_back = stand_ins.replace_state_kernels(self._causal)
         try:
             with (
@@ -161,19 +199,18 @@ class FakeStep:
                 set_up_compiler(mode.memory_budget)
                 self._traced.cut(mode.memory_budget)
                 if mode.compiled and not self._is_compiled:
-                    self._step(rows, tokens, None)  # compiles both graphs, uncounted
+                    self._step(rows, tokens, None, {}, 0)  # compiles both graphs, uncounted
                     self._causal.zero_grad()
                     self._is_compiled = True
                 tracker = Tracker({_storage(each) for each in (*self._causal.parameters(), *self._earlier_gradients())})
                 TRACKERS[:] = [tracker]
                 with tracker:
-                    self._step(rows, tokens, tracker)
-                segments = tracker.segments()
+                    self._step(rows, tokens, tracker, pixels, num_image_tokens)
+                return tracker.segments()
         finally:
             TRACKERS.clear()
             self._causal.zero_grad()
             put_back()
-        return step_of_all_layers(segments, self._places, self._kinds)
 
     def _earlier_gradients(self) -> list[torch.Tensor]:
         """Make the gradients of earlier passes, which this one is added to. The ledger counts them."""
@@ -182,15 +219,17 @@ class FakeStep:
                 parameter.grad = torch.empty_like(parameter).detach() if parameter.requires_grad else None
         return [each.grad for each in self._causal.parameters() if each.grad is not None]
 
-    def _step(self, rows: int, tokens: int, tracker: Tracker | None) -> None:
+    def _step(self, rows: int, tokens: int, tracker: Tracker | None, pixels: Pixels, num_image_tokens: int) -> None:
         mode, causal = self._mode, self._causal
         trained = [each for each in causal.parameters() if each.requires_grad]
         inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long), "use_cache": False}
         inputs["position_ids"] = torch.arange(tokens).expand(rows, tokens)
+        if pixels:
+            inputs |= without_memory(pixels) | self._ids(rows, tokens, num_image_tokens)
         functions = contextlib.nullcontext() if mode.compiled else stand_ins.CudaFunctions()
         with self._taking_gradients(trained, tracker), functions:
             with torch.autocast("cpu", BF16, enabled=mode.autocast):
-                hidden = self._decoder(**inputs).last_hidden_state
+                hidden = self._see(inputs) if pixels else self._decoder(**inputs).last_hidden_state
                 places = torch.zeros(rows * tokens - 1, dtype=torch.long)  # of the trained tokens
                 picked = hidden.flatten(0, 1).index_select(0, places)
                 head: Any = stand_ins.Head
@@ -201,8 +240,29 @@ class FakeStep:
             if tracker is not None:
                 tracker.in_backward = True
                 tracker.mark("cast")
+            if not loss.requires_grad:  # text, where nothing but a part for images is trained
+                return
             gradient = (torch.empty_like(loss),)
-            _engine_run_backward((loss,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            with KnownNumbers() if pixels else contextlib.nullcontext():  # a tower may be recomputed
+                _engine_run_backward((loss,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def _ids(self, rows: int, tokens: int, num_image_tokens: int) -> dict[str, torch.Tensor]:
+        """The tokens with values, so that the model finds those of images."""
+        with unset_fake_temporarily():
+            ids = torch.zeros(rows, tokens, dtype=torch.long)
+            ids.view(-1)[:num_image_tokens] = self._causal.config.image_token_id
+        takes_types = "token_type_ids" in inspect.signature(self._causal.base_model.forward).parameters
+        return {"input_ids": ids} | ({"token_type_ids": torch.zeros(rows, tokens).long()} if takes_types else {})
+
+    def _see(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """The last hidden state of tokens and images."""
+        with KnownNumbers() as known:
+            hook = self._decoder.register_forward_pre_hook(lambda *_: setattr(known, "is_in_tower", False))
+            try:
+                hidden: torch.Tensor = self._causal.base_model(**inputs).last_hidden_state
+            finally:
+                hook.remove()
+        return hidden
 
     @contextlib.contextmanager
     def _taking_gradients(self, trained: list[Any], tracker: Tracker | None) -> Iterator[None]:
@@ -279,7 +339,7 @@ def _is_in_backward() -> bool:
     return bool(TRACKERS) and TRACKERS[0].in_backward
 
 
-def _adapt(causal: Any, lora: Any, number_format: torch.dtype, *, is_quantized: bool) -> None:
+def _adapt(causal: Any, lora: Any, mode: Mode) -> None:
     """Put adapters into the model, as `train.build` and TRL do. Moves are off: tensors without memory have none."""
     module: Any = nn.Module
     moving = module.to
@@ -291,13 +351,16 @@ def _adapt(causal: Any, lora: Any, number_format: torch.dtype, *, is_quantized: 
         raise RequestError(text, problem_id="adapter-not-possible") from error
     finally:
         module.to = moving
-    adapted.enable_input_require_grads()
+    if mode.recomputed:
+        adapted.enable_input_require_grads()  # as TRL does; it includes the tower for images
+    else:
+        causal.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
     for part in adapted.modules():
-        if is_quantized and hasattr(part, "lora_A"):
+        if mode.quantized and hasattr(part, "lora_A"):
             part.cast_input_dtype_enabled = False  # peft 0.21, tuners/lora/bnb.py, under autocast
     for parameter in adapted.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(number_format)
+            parameter.data = parameter.data.to(getattr(torch, mode.adapters))
 
 
 # From a few layers to all
@@ -326,10 +389,13 @@ def _kinds(architecture: Any) -> list[Any]:
     return kinds_of(architecture, layers)
 
 
-def step_of_all_layers(segments: dict[str, Segment], places: Sequence[int], kinds: Sequence[Any]) -> Activations:
+def step_of_all_layers(
+    segments: dict[str, Segment], places: Sequence[int], kinds: Sequence[Any], uncached: Segment | None = None
+) -> Activations:
     """The step of all layers, from the segments of a step of those at `places`.
 
-    `kinds`: of all layers. A layer adds what the layer that stands for it added.
+    `kinds`: of all layers. A layer adds what the layer that stands for it added. `uncached`: that segment of a step
+    without a tower for images, of which all layers run.
     """
     names = [_stand_in(place, places, kinds) for place in range(len(kinds))]
     now, offloaded = segments["f0"].start, 0.0
@@ -348,8 +414,9 @@ def step_of_all_layers(segments: dict[str, Segment], places: Sequence[int], kind
         go_through(f"f{name}", Moment.forward)
     found[Moment.gather] = now
     go_through("head", Moment.head)
-    uncached = segments["uncached"]  # autocast drops its copies of the weights of all layers
-    now += Bytes((uncached.end - uncached.start).live * len(kinds) / len(places))
+    dropped = _added(segments["uncached"])  # autocast drops its copies of the weights of all layers
+    in_layers = dropped if uncached is None else _added(uncached)
+    now += Bytes(in_layers * len(kinds) / len(places) + (dropped - in_layers))
     go_through("cast", Moment.cast)
     found[Moment.reduce] = now
     for place in reversed(range(len(kinds))):
@@ -361,6 +428,10 @@ def step_of_all_layers(segments: dict[str, Segment], places: Sequence[int], kind
         go_through("e", Moment.end)
     found[Moment.sent] = now
     return Activations(at=found, offloaded=offloaded)
+
+
+def _added(segment: Segment) -> float:
+    return (segment.end - segment.start).live
 
 
 def _stand_in(place: int, places: Sequence[int], kinds: Sequence[Any]) -> int:

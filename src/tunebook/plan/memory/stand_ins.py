@@ -43,7 +43,8 @@ def _is_autocast() -> bool:
     return torch.is_autocast_enabled("cpu")
 
 
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast casts what a product reads."""
     return tuple(each.to(BF16) for each in tensors) if _is_autocast() else tensors
 
 
@@ -51,13 +52,16 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op("tunebook::fake_attention", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(B, H, T, D), (B, G, T, D) twice, (B, 1, T, T) -> the result (B, T, H, D), and a number per query in fp32."""
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keys: int) -> tuple[Tensor, Tensor]:
+    """(B, H, T, D), (B, G, T, D) twice, (B, 1, T, T) -> the result (B, T, H, D), and a number per query in fp32.
+
+    `keys`: of each query on average, for FLOPs; 0: by the mask.
+    """
     raise NotImplementedError
 
 
 @attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keys: int) -> tuple[Tensor, Tensor]:
     rows, heads, tokens, _ = query.shape
     return query.new_empty(rows, tokens, heads, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=FP32)
 
@@ -81,11 +85,13 @@ def _keep_attention(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _attention_gradients(ctx: Any, grad: Any, _: Any) -> Any:
     *saved, _mask = ctx.saved_tensors
-    return (*torch.ops.tunebook.fake_attention_backward(grad, *saved)[:3], None)
+    return (*torch.ops.tunebook.fake_attention_backward(grad, *saved)[:3], None, None)
 
 
-def _attention_flops(query: Any, key: Any, value: Any, mask: Any, **_: Any) -> int:
-    return attention_flops(query) if mask is None else 4 * int(query.numel()) * int(key.shape[2])
+def _attention_flops(query: Any, key: Any, value: Any, mask: Any, keys: int, **_: Any) -> int:
+    if not keys and mask is None:
+        return attention_flops(query)
+    return 4 * int(query.numel()) * (keys or int(key.shape[2]))
 
 
 attend.register_autograd(_attention_gradients, setup_context=_keep_attention)
@@ -99,7 +105,7 @@ def register_attention(*, repeats_heads: bool, keeps_documents: bool, group_size
     """
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
-        query, key, value = _cast(query, key, value)
+        query, key, value = cast(query, key, value)
         if group_size > 1:  # what the exchange sends and what it receives
             query, key, value = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key, value))
         groups = query.shape[1] // key.shape[1]
@@ -107,7 +113,7 @@ def register_attention(*, repeats_heads: bool, keeps_documents: bool, group_size
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         if attention_mask is not None:  # numbers, which are added to the scores
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype)
-        output = torch.ops.tunebook.fake_attention(query, key, value, attention_mask)[0]
+        output = torch.ops.tunebook.fake_attention(query, key, value, attention_mask, 0)[0]
         return output.clone() if keeps_documents or group_size > 1 else output, None
 
     for name, mask in ((BY_LENGTHS, lambda *_, **__: None), (BY_MASK, sdpa_mask)):
@@ -144,12 +150,12 @@ _CHUNK = 64  # tokens
 
 def _linear_attention(query: Any, key: Any, value: Any, gates: Any, **_: Any) -> tuple[Any, None]:
     kernel: Any = _StateKernel
-    return kernel.apply(*_cast(query, key, value), gates, None), None
+    return kernel.apply(*cast(query, key, value), gates, None), None
 
 
 def _gated_delta_rule(query: Any, key: Any, value: Any, *, g: Any, beta: Any, **_: Any) -> tuple[Any, None]:
     kernel: Any = _StateKernel
-    return kernel.apply(*_cast(query, key, value), g, beta), None
+    return kernel.apply(*cast(query, key, value), g, beta), None
 
 
 def replace_state_kernels(model: nn.Module) -> Callable[[], None]:

@@ -8,7 +8,6 @@ from tunebook.config.choices import Format, Source, TrainOn
 from tunebook.config.schema import RunConfig, sources_of
 from tunebook.data.formats import FIELD_TEMPLATES_FIX, field_templates
 from tunebook.data.mixture import check_validation
-from tunebook.data.sources import begins_with_images
 from tunebook.errors import RequestError
 from tunebook.plan.rules.frame import Finding, rule
 
@@ -50,21 +49,6 @@ def validation_source(config: RunConfig) -> Iterator[str]:
         check_validation(config.dataset)
     except RequestError as error:
         yield str(error)
-
-
-@rule(
-    "images-not-planned",
-    "model.train",
-    "leave some memory free, or measure two steps here: tunebook plan --measure",
-    is_error=False,
-)
-def images_not_planned(config: RunConfig) -> Iterator[str]:
-    """Warn that a plan for documents with images leaves out what the tower for images computes and keeps.
-
-    Its weights are in the plan, and the tokens of images are among those of the rows.
-    """
-    if begins_with_images(config.dataset):
-        yield "the documents have images, and memory and time are planned without the work of the tower for images"
 
 
 @rule("train-on-without-roles", "dataset.train_on", "dataset.train_on=auto")

@@ -1,0 +1,121 @@
+"""The images of a planned run: from the first documents or assumed, their tokens and time, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.image_models import FAMILIES, draw_image, write_model
+from tunebook.data.batch import solve_batch
+from tunebook.data.sources import first_images
+from tunebook.hardware.detect import Machine
+from tunebook.plan.draft import Draft, draft_run
+from tunebook.plan.images import planned_images
+from tunebook.plan.memory.activations import image_cost, images_of_a_pass, shape_of
+from tunebook.plan.show import images_text
+from tunebook.plan.speed import TOWER_SHARE, plan_time
+
+MACHINE = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+TURNS = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat."}]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "qwen", FAMILIES["qwen2_5_vl"], has_weights=False)
+
+
+@pytest.fixture
+def draft(tmp_path: Path, qwen: Path) -> Any:
+    """The plan of documents with images of these sizes for the tiny Qwen2.5-VL, or another model."""
+
+    def make(documents: list[list[tuple[int, int]]], *words: str, model: Path | str = qwen) -> Draft:
+        lines = []
+        for number, sizes in enumerate(documents):
+            for place, size in enumerate(sizes):
+                draw_image(0, *size).save(tmp_path / f"{number}-{place}.png")
+            names = [f"{number}-{place}.png" for place in range(len(sizes))]
+            question = {"role": "user", "content": "<image>" * len(names) + "What?"}
+            lines.append(json.dumps({"messages": [question, TURNS[1]], "images": names}))
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        file.write_text("\n".join(lines))
+        data = ["dataset=file", f"dataset.path={file}"]
+        source = f"model.path={model}" if isinstance(model, Path) else f"model={model}"
+        fixed = ["training.global_samples=4", "training.max_length=64", "packing=padded"]
+        overrides = [*data, source, *fixed, "model.weights=random", "hardware=hopper", "training.micro_batch_size=2"]
+        keys = {word.partition("=")[0] for word in words}
+        overrides = [word for word in overrides if word.partition("=")[0] not in keys]
+        return draft_run(None, [*overrides, *words], [], MACHINE)
+
+    return make
+
+
+def test_the_first_documents_say_what_a_row_holds(draft: Any) -> None:
+    made = draft([[(56, 28)], [(84, 56), (28, 28)], []])
+    made.raise_errors()
+    images = planned_images(made.config)
+    assert images is not None
+    assert (images.number, images.size, images.is_assumed) == (2, (84, 56), False)
+    pixels = 56 * 28 + 84 * 56 + 28 * 28
+    assert images.mean_number == pytest.approx(pixels / (84 * 56) / 3)
+    assert image_cost(made.config, images).tokens == 3 * 2  # of 28 x 28 pixels
+    assert shape_of(made.config) == (2, 64) and images_of_a_pass(made.config) == 2 * 2
+    made.config.training.max_length = 11  # holds one of them
+    made.config.packing.row_length = 11
+    assert images_of_a_pass(made.config) == 2 * 1
+    assert "leaves 1 of them" in str(images_text(made.config))
+
+
+def test_images_are_planned_as_they_are_scaled_down(draft: Any) -> None:
+    made = draft([[(112, 112)]], f"dataset.max_image_pixels={56 * 56}")
+    images = planned_images(made.config)
+    assert images is not None and images.size == (56, 56)
+    assert image_cost(made.config, images).tokens == 4
+
+
+def test_without_data_an_image_is_assumed_if_images_are_announced(draft: Any) -> None:
+    nowhere = "dataset.path=/nowhere/train.jsonl"
+    assumed = planned_images(draft([], nowhere, "model.train=[language,projector]").config)
+    assert assumed is not None and assumed.is_assumed and (assumed.number, assumed.size) == (1, (1024, 1024))
+    text = draft([], nowhere)
+    assert planned_images(text.config) is None and images_text(text.config) is not None
+
+
+def test_documents_without_images_are_planned_as_text(draft: Any) -> None:
+    made = draft([[], []])
+    assert planned_images(made.config) is None and images_text(made.config) is None
+
+
+def test_memory_and_time_count_the_images(draft: Any) -> None:
+    with_images, text = draft([[(84, 56)]]), draft([[]])
+    assert with_images.memory.parts["activations"] > text.memory.parts["activations"]
+    images, config = planned_images(with_images.config), with_images.config
+    assert images is not None
+    batch = solve_batch(config, None)
+    fast, slow = plan_time(text.config, batch), plan_time(config, batch)
+    seconds = image_cost(config, images).flops / 64 / (TOWER_SHARE * 989e12)  # of a token of a full row
+    assert slow.tokens_per_second == pytest.approx(1 / (1 / fast.tokens_per_second + seconds))
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "problem_id"),
+    [
+        ([], "qwen25_05b", "model-without-images"),
+        (["packing=isolated"], None, "images-packed"),
+    ],
+)
+def test_the_plan_refuses_what_the_preparation_refuses(
+    words: list[str], model: str | None, problem_id: str, draft: Any
+) -> None:
+    made = draft([[(28, 28)]], *words, **({"model": model} if model else {}))
+    assert made.error is not None and (made.error.problem_id, made.exit_code) == (problem_id, 2)
+
+
+def test_an_image_that_cannot_be_read_is_still_one(draft: Any, tmp_path: Path) -> None:
+    made = draft([[(28, 28)]])
+    file = Path(made.config.dataset.path)
+    file.write_text(file.read_text().replace("0-0.png", "nowhere.png"))
+    first = first_images(made.config.dataset)
+    assert first is not None and first.are_there and first.sizes == []
