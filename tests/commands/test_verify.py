@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tunebook.commands.verify import find_claim, verify_command
 from tunebook.errors import DataError, RequestError
+from tunebook.evidence.compare import Verdict
 from tunebook.evidence.gather import read_finished
 
 from ..evidence.conftest import NUM_STEPS, MakeRun, Record, curve, verified
@@ -58,6 +59,12 @@ def test_a_run_of_other_settings_is_refused_with_the_settings_that_differ(eviden
         run_command(other)
     assert error.value.problem_id == "evidence-of-other-config"
     assert f"tunebook reproduce {evidence}" in error.value.message
+
+
+def test_other_data_under_the_same_settings_is_a_difference(evidence: Path, make_run: MakeRun) -> None:
+    found = verified(make_run(manifest={"dataset": {"content_sha256": "9"}}))
+    assert (found.rows[0].name, found.rows[0].verdict, found.exit_code) == ("inputs", Verdict.different, 5)
+    assert "data_sha256 is 9, recorded with " in found.rows[0].reason
 
 
 def test_a_run_without_evidence_is_refused(make_run: MakeRun, card: Path) -> None:

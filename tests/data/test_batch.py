@@ -48,6 +48,13 @@ def test_padded_documents_longer_than_a_pass_are_passes_of_their_own():
     assert (plan.micro_batch_size, plan.accumulation) == (1, 66)
 
 
+def test_packed_rows_have_room_for_both_sides_of_a_pair():
+    config = replace(config_of(PackingMode.isolated, 1, global_samples=4), method=DpoConfig(name="dpo"))
+    plan = solve_batch(config, np.array([2048, 500, 600, 1200] * 4))
+    assert (config.training.max_length, plan.row_length, plan.rows_per_step) == (1024, 2048, 3)
+    assert plan.padding_share == 0
+
+
 def test_pairs_are_two_rows_as_wide_as_their_longest_side():
     config = replace(config_of(PackingMode.padded, 1, global_samples=8), method=DpoConfig(name="dpo"))
     assert solve_batch(config, None).micro_batch_size == 4  # 4 x 2 rows of 1,024 tokens

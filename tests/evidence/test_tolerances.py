@@ -8,10 +8,11 @@ import pytest
 
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.frozen import plain_config
+from tunebook.evidence.compare import Verdict
 from tunebook.evidence.schema import Results, read_evidence
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, tolerance_of
 
-from .conftest import MakeRun, Record, curve
+from .conftest import MakeRun, Record, curve, rows_of
 
 
 def results(speed: float) -> Results:
@@ -38,6 +39,16 @@ def test_the_tolerance_is_three_times_what_repeated_runs_differ_by(make_run: Mak
     assert found.tolerances["loss"].value == pytest.approx(3 * apart, rel=0.05)
     assert found.tolerances["score:words"].value == pytest.approx(0.12, rel=1e-2)
     assert "the runs differ by up to 0.0023; 3 times that, at least 1e-05" in found.tolerances["loss"].how
+
+
+def test_each_part_of_the_curve_has_its_own_tolerance(make_run: MakeRun, record: Record) -> None:
+    """The recorded runs are equal for 50 of 60 steps: what is far from them there is another training."""
+    record(make_run(), make_run(losses=curve(1.02)))
+    early = [loss * 1.001 if step == 1 else loss for step, loss in enumerate(curve())]
+    assert rows_of(make_run(losses=curve(1.03)))["loss"].verdict is Verdict.same
+    row = rows_of(make_run(losses=early))["loss"]
+    assert (row.verdict, row.tolerance) == (Verdict.different, 1e-5)
+    assert "most in steps 1 to 3" in row.reason
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tunebook.train.methods.trainer import Run
 __all__ = ["build", "trainer_config"]
 
 METRICS = {"known_share": Metric(chart="Known", line="tokens", y_label="share of tokens")}
-FACTS = MethodFacts(module=__name__, reads="documents", may_pack=False, has_equal_tokens=False, metrics=METRICS)
+FACTS = MethodFacts(module=__name__, reads="documents", has_equal_tokens=False, metrics=METRICS)
 
 
 @dataclass(kw_only=True)

@@ -18,10 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from tunebook.config.choices import DpoLoss, PackingMode, PeftMethod, ResumeAnyway, Weights
-from tunebook.config.schema import DpoConfig, PackingConfig, PeftSettings
+from tunebook.config.choices import Attention, DpoLoss, PackingMode, PeftMethod, ResumeAnyway, Weights
+from tunebook.config.schema import AttentionConfig, DpoConfig, PackingConfig, PeftSettings
 from tunebook.data.sampler import epoch_order
+from tunebook.facts.attention import BY_DOCUMENT
 from tunebook.train.methods.dpo import losses_of
 from tunebook.train.methods.pairs import PairCollator
 from tunebook.train.methods.reference import reference_log_probabilities
@@ -107,6 +109,10 @@ def losses_of_trl(folder, weights_folder, made, peft=None, **settings):
     return [loss for loss in logged if loss is not None]
 
 
+def in_packed_rows(config, *, row_length):
+    return replace(config, packing=PackingConfig(mode=PackingMode.isolated, row_length=row_length))
+
+
 @pytest.mark.parametrize(
     ("settings", "theirs", "is_full"),
     [
@@ -137,10 +143,48 @@ def test_step_does_not_depend_on_the_number_of_passes(run, dpo):
         run(dpo(settings, training=held_out | {"micro_batch_size": size}), f"by-{size}")[2] for size in (8, 2)
     )
     for key in ("loss", "grad_norm", *MEANS):
-        assert [line[key] for line in cut] == pytest.approx([line[key] for line in whole], rel=2e-6, abs=1e-6)
+        first = key == "reward_accuracy"  # in the first step, rounding decides
+        values = [[line[key] for line in lines[first:]] for lines in (cut, whole)]
+        assert values[0] == pytest.approx(values[1], rel=2e-6, abs=1e-6)
     assert whole[0]["reward_margin"] == pytest.approx(0, abs=1e-5)  # the model is the reference
     assert whole[0]["loss"] != pytest.approx(math.log(2))  # with the SFT term
     assert whole[-1]["reward_margin"] > 0
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("attention", [Attention.sdpa, BY_DOCUMENT])
+def test_packed_pairs_have_the_losses_of_padded_ones(run, dpo, is_full, attention):
+    """Two rows a pass, in which a step's eight pairs are documents; the last step of an epoch has four."""
+    targets = ["q_proj", "v_proj"]
+    peft = PeftSettings() if is_full else PeftSettings(method=PeftMethod.lora, dropout=0.0, target_modules=targets)
+    training = {"max_steps": 6, "evaluate_every_steps": 3}
+    settings = {"rpo_alpha": 0.7, "loss_type": DpoLoss.ipo}
+    config = replace(dpo(settings, dataset={"validation_share": 0.3}, training=training), peft=peft)
+    padded = run(replace(config, training=replace(config.training, micro_batch_size=8)), "padded")[2]
+    rows = in_packed_rows(config, row_length=128)
+    rows = replace(rows, attention=AttentionConfig(implementation=attention))
+    _, code, packed = run(replace(rows, training=replace(rows.training, max_length=64)), "packed")
+    assert code == 0
+    names = ("loss", "grad_norm", "validation_loss", *MEANS, *(f"validation_{name}" for name in MEANS))
+    for name in names:
+        values = [[line[name] for line in lines if name in line] for lines in (packed, padded)]
+        assert len(values[0]) == len(values[1]) >= 2
+        first = name == "reward_accuracy"  # in the first step, rounding decides
+        assert values[0][first:] == pytest.approx(values[1][first:], rel=2e-6, abs=1e-6), name
+
+
+def test_packed_pairs_that_leak_end_the_run_before_the_reference_is_kept(run, dpo, monkeypatch, capsys):
+    def counted_through(self, examples):
+        batch = collate(self, examples)
+        batch["position_ids"] = torch.arange(batch["input_ids"].numel())[None]
+        return batch
+
+    collate = DataCollatorForLanguageModeling.torch_call
+    monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_call", counted_through)
+    folder, code, lines = run(in_packed_rows(dpo(dataset={"max_documents": 17}), row_length=512))
+    assert (code, lines) == (7, [])
+    assert "once" not in capsys.readouterr().out
+    assert "affect each other" in outcome(folder)["reason"]
 
 
 def test_adapters_are_trained_after_a_reference_pass_under_fsdp(one_gloo_rank, weights_folder):
@@ -236,12 +280,9 @@ def test_batch_of_pairs_is_laid_out_as_trl_does():
         ids = np.array(ids)
         return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) < num_prompt, -100, ids)}
 
-    none = {"pair": -1, "sides": [side([0, 0], 1)] * 2}
-    rows = [
-        {"pair": 7, "sides": [side([1, 2, 3, 4, 5], 3), side([1, 2, 3, 6], 3)]},
-        none,
-        {"pair": 2, "sides": [side([7, 8, 9], 2), side([7, 8, 10, 11], 2)]},
-    ]
+    none = {"pairs": [-1], "sides": [side([0, 0], 1)] * 2}
+    first, second = [side([1, 2, 3, 4, 5], 3), side([1, 2, 3, 6], 3)], [side([7, 8, 9], 2), side([7, 8, 10, 11], 2)]
+    rows = [{"pairs": [7], "sides": first}, none, {"pairs": [2], "sides": second}]
     batch = PairCollator(pad_token_id=0, multiple=2)(rows)
     assert batch["pairs"].tolist() == [7, 2]
     assert batch["input_ids"].tolist() == [
@@ -258,3 +299,11 @@ def test_batch_of_pairs_is_laid_out_as_trl_does():
     ]
     assert batch["attention_mask"].sum(1).tolist() == [5, 3, 4, 4]
     assert PairCollator(pad_token_id=0)([none])["pairs"].tolist() == [-1]
+    together = PairCollator(pad_token_id=0, multiple=6, is_packed=True)([{"pairs": [7, 2], "sides": first + second}])
+    assert together["pairs"].tolist() == [7, 2]
+    row = together["row"]
+    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 7, 8, 9, 1, 2, 3, 6, 7, 8, 10, 11, 0, 0]]
+    assert row["labels"].tolist() == [
+        [*[-100] * 3, 4, 5, *[-100] * 2, 9, *[-100] * 3, 6, *[-100] * 2, 10, 11, -100, -100]
+    ]
+    assert row["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 16, 18]

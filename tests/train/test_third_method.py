@@ -53,9 +53,8 @@ def test_it_is_composed_and_planned_by_its_facts(with_focal):
         compose("quickstart", ["method=focal", "method.beta=0.1"])
     draft = draft_run("quickstart", ["method=focal", "hardware=cpu"], [], NO_GPU)
     assert draft.exit_code == 0
-    assert draft.resolution.config.packing.mode is PackingMode.padded
-    refused = draft_run("quickstart", ["method=focal", "hardware=cpu", "packing=isolated"], [], NO_GPU)
-    assert [problem.id for problem in refused.problems] == ["method-takes-padded-rows"]
+    refused = draft_run("quickstart", ["method=focal", "hardware=cpu", "model.one_pass_head=true"], [], NO_GPU)
+    assert "method-without-one-pass-head" in [problem.id for problem in refused.problems]
 
 
 def test_it_trains_and_is_recorded(with_focal, run, config, changed, whole):

@@ -21,7 +21,7 @@ from tunebook.config.identity import comparable_config, flat_differences
 from tunebook.config.launchers import SlurmConfig
 from tunebook.config.override_text import command_words, override, quoted, shell_command
 from tunebook.config.schema import RunConfig
-from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, require_same_inputs
+from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, input_differences, require_same
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
 from tunebook.evidence.schema import read_evidence
 from tunebook.model.weight_files import weights_fingerprint
@@ -88,7 +88,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         }
     )
     different = f"the settings of {claim.name} give another run here, since the book or the machine differs"
-    require_same_inputs(claim.recorded.inputs, inputs, different)
+    require_same(input_differences(claim.recorded.inputs, inputs), different)
     for line in differences_here(claim, job.config):
         print_text(line, console)
     train = command_words("train", original.recipe, overrides, recipes_dirs)
@@ -102,7 +102,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         "tokenizer_sha256": prepared.tokenizer_sha256,
         "chat_template_sha256": prepared.chat_template_sha256,
     }
-    require_same_inputs(claim.recorded.inputs, inputs.model_copy(update=data), different)
+    require_same(input_differences(claim.recorded.inputs, inputs.model_copy(update=data)), different)
     folder = create_run_folder(outputs, run_name(job.config))
     print_text(f"to compare it later: {shell_command([*original.comparison, str(folder)])}", console)
     code, launcher = run_job(job, console, folder=folder), job.config.launcher

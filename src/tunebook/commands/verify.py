@@ -21,7 +21,8 @@ from tunebook.evidence.compare import (
     hardware_differences,
     input_differences,
     named,
-    require_same_inputs,
+    require_same,
+    setting_differences,
     split_differences,
 )
 from tunebook.evidence.gather import RunFacts, read_finished
@@ -104,9 +105,8 @@ def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) ->
         )
 
     nearest = min(files, key=distance)
-    require_same_inputs(
-        recorded[nearest].inputs,
-        run.inputs,
+    require_same(
+        setting_differences(recorded[nearest].inputs, run.inputs),
         f"the run has other settings than the nearest evidence (tunebook reproduce {nearest} trains those)",
     )
     return claim_of_evidence(nearest, recorded[nearest])

@@ -87,7 +87,7 @@ def solve_batch(config: RunConfig, lengths: Lengths | None, widths: Lengths | No
     micro = training.micro_batch_size or 1
     if training.micro_batch_size is None and not is_packed:
         assert samples is not None
-        micro = largest_micro_batch(samples // ranks, training.max_length * method_facts(config).rows_per_document)
+        micro = largest_micro_batch(samples // ranks, shortest_row(config))
     num_documents = len(lengths) if lengths is not None else count_documents(config)
     mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
     num_steps: int | None = None
@@ -192,8 +192,13 @@ def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
 def row_length(config: RunConfig) -> int:
     """Tokens a row holds: packed rows may be longer than one document."""
     if config.packing.mode is PackingMode.isolated:
-        return config.packing.row_length or config.training.max_length
-    return longest_document(config)
+        return config.packing.row_length or shortest_row(config)
+    return longest_side(config)
+
+
+def shortest_row(config: RunConfig) -> int:
+    """Tokens of the shortest packed row that holds every document, of a pair both sides."""
+    return config.training.max_length * method_facts(config).rows_per_document
 
 
 def _step_size(config: RunConfig) -> StepSize:
@@ -204,7 +209,12 @@ def _step_size(config: RunConfig) -> StepSize:
 
 
 def longest_document(config: RunConfig) -> int:
-    """Tokens that no document of the data exceeds: `training.max_length`, or less if generated ones are shorter."""
+    """Tokens that no document of the data exceeds, of a pair both sides."""
+    return longest_side(config) * method_facts(config).rows_per_document
+
+
+def longest_side(config: RunConfig) -> int:
+    """Tokens that no document or side exceeds: `training.max_length`, or less if generated ones are shorter."""
     longest, dataset = config.training.max_length, config.dataset
     return min(longest, dataset.synthetic.max_tokens) if dataset.source is Source.synthetic else longest
 

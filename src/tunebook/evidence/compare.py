@@ -18,7 +18,16 @@ from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.evidence.gather import RunFacts, training_overrides
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
-from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, compute_tolerances, loss_difference, relative, score_key
+from tunebook.evidence.tolerances import (
+    LOSS,
+    MEMORY,
+    SPEED,
+    compute_tolerances,
+    loss_differences,
+    relative,
+    score_key,
+    split_windows,
+)
 from tunebook.record.run_folder import run_name
 from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
@@ -172,6 +181,8 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
         other = measured.scores[task].value if task in measured.scores else None
         rows.append(_row(task, score.value, other, limits.get(score_key(task))))
     rows = [row for row in rows if row.expected is not None]
+    if contents := content_differences(recorded.inputs, run.inputs):
+        rows.insert(0, Row(name="inputs", verdict=Verdict.different, reason=named(contents)))
     if claim.target is not None:
         rows.append(_target_row(claim.target, run.record, claim.repeats))
     if packages:
@@ -191,10 +202,16 @@ def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
     if not shared or len(lost) > claim.num_resumed + run.num_resumed:
         return Row(name="loss", **last, verdict=Verdict.different, reason=reason.removesuffix("; "))
     first = next((step for step in shared if expected[step] != measured[step]), None)
-    reason += f"equal to the last bit; {allowed.how}" if first is None else f"differs from step {first}; {allowed.how}"
-    difference = loss_difference([measured[step] for step in shared], [expected[step] for step in shared])
-    verdict = Verdict.same if difference <= allowed.value else Verdict.different
-    return Row(name="loss", **last, difference=difference, verdict=verdict, reason=reason)
+    reason += "equal to the last bit; " if first is None else f"differs from step {first}; "
+    found = loss_differences([measured[step] for step in shared], [expected[step] for step in shared])
+    limits = allowed.windows if len(allowed.windows) == len(found) else [allowed.value] * len(found)
+    worst = max(range(len(found)), key=lambda window: found[window] / limits[window])
+    verdict = Verdict.same if found[worst] <= limits[worst] else Verdict.different
+    if verdict is Verdict.different:
+        steps = split_windows(shared)[worst]
+        reason += f"most in steps {steps[0]} to {steps[-1]}; "
+    last["tolerance"] = limits[worst]
+    return Row(name="loss", **last, difference=found[worst], verdict=verdict, reason=reason + allowed.how)
 
 
 def _row(
@@ -248,23 +265,32 @@ def config_differences(recorded: dict[str, Any], present: dict[str, Any]) -> lis
 
 
 def input_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
-    """The differences of two runs' configurations, models and data.
+    """The differences of two runs' configurations, models and data."""
+    return [*setting_differences(recorded, present), *content_differences(recorded, present)]
+
+
+def setting_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
+    """The differences of two runs' configurations. A path may differ if its content is the same."""
+    same = [place for name, place in _PLACES.items() if getattr(recorded, name) == getattr(present, name) is not None]
+    settings = config_differences(recorded.config, present.config)
+    return [difference for difference in settings if not any(place.fullmatch(difference[0]) for place in same)]
+
+
+def content_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
+    """The differences of two runs' data, model, tokenizer and chat template.
 
     Data is equal if its tokens and labels are, however it was prepared. Weights from a folder are compared only if both
     fingerprints are known: older evidence has none.
     """
-    settings = config_differences(recorded.config, present.config)
     first, second = (inputs.model_dump(exclude={"config", "data_fingerprint"}) for inputs in (recorded, present))
     if None in (first["weights_fingerprint"], second["weights_fingerprint"]):
         del first["weights_fingerprint"], second["weights_fingerprint"]
-    hashed = {place for name, place in _PLACES.items() if None not in (first.get(name), second.get(name))}
-    changed = [difference for difference in settings if not any(place.fullmatch(difference[0]) for place in hashed)]
-    return [*changed, *flat_differences(first, second)]
+    return flat_differences(first, second)
 
 
-def require_same_inputs(recorded: Inputs, present: Inputs, message: str) -> None:
+def require_same(differing: list[Difference], message: str) -> None:
     """Raises: RequestError with the message and what differs, if something does."""
-    if differing := input_differences(recorded, present):
+    if differing:
         raise RequestError(f"{message}: {named(differing)}", problem_id="evidence-of-other-config")
 
 

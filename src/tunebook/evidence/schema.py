@@ -143,6 +143,7 @@ class Tolerance(Section):
     value: float = Field(ge=0)
     kind: Literal["relative", "absolute"]
     how: str
+    windows: list[float] = []  # of each window of a loss curve; none in older files: the value is that of all
 
 
 class Target(Section):

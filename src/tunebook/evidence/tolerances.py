@@ -4,13 +4,14 @@ A tolerance is three times the largest difference between the repeated runs, sin
 whole spread. It is at least a floor, since two runs may agree by chance. Each tolerance records how it was computed.
 
 On a CPU another processor adds in another order: a step's loss then differs in the seventh digit, and hundreds of steps
-later by several percent. Repeated runs with other threads or instructions show by how much.
+later by several percent. Repeated runs with other threads or instructions show by how much. So each part of the curve
+has its own tolerance: a wrong setting shows in the early steps, where equal runs have not yet moved apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from statistics import fmean
 from typing import TypeVar
 
@@ -54,16 +55,14 @@ def split_windows(values: Sequence[Value]) -> list[Sequence[Value]]:
     return [values[first:end] for first, end in pairwise(edges)]
 
 
-def loss_difference(measured: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest difference of two curves' windows, relative to the larger of the window's and the curve's mean.
+def loss_differences(measured: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """The differences of two curves' windows, each relative to the larger of the window's and the curve's mean.
 
     Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
     """
     windows = zip(split_windows(measured), split_windows(expected), strict=True)
     pairs, overall = [(fmean(loss), fmean(reference)) for loss, reference in windows], fmean(expected)
-    return max(
-        abs(loss - reference) / max(reference, overall) if loss != reference else 0.0 for loss, reference in pairs
-    )
+    return [abs(loss - reference) / max(reference, overall) if loss != reference else 0.0 for loss, reference in pairs]
 
 
 def relative(measured: float, expected: float) -> float:
@@ -73,9 +72,7 @@ def relative(measured: float, expected: float) -> float:
 
 def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
     """Compute the tolerances from repeated runs; from a single run, the floors."""
-    losses = [loss_difference(first.losses, second.losses) for first, second in combinations(runs, 2)]
-    name = f"means of {min(NUM_WINDOWS, len(runs[0].losses))} windows of steps"
-    tolerances = {LOSS: _tolerance(losses, tolerance_of(config), name)}
+    tolerances = {LOSS: _of_losses([run.losses for run in runs], tolerance_of(config))}
     for task, score in runs[0].scores.items():
         reached = [results.scores[task].value for results in runs if task in results.scores]
         spreads = [abs(first - second) for first, second in combinations(reached, 2)]
@@ -92,6 +89,20 @@ def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, 
                 [relative(first, second) for first, second in combinations(known, 2)], floor, name
             )
     return tolerances
+
+
+def _of_losses(curves: Sequence[Sequence[float]], floor: float) -> Tolerance:
+    """The tolerance of each window of steps, and the largest of them.
+
+    That of a window is of the runs' differences up to the end of the next window: on another machine, equal runs may
+    move apart earlier.
+    """
+    num_windows = min(NUM_WINDOWS, len(curves[0]))
+    pairs = [loss_differences(first, second) for first, second in combinations(curves, 2)]
+    spreads = list(accumulate((max(window) for window in zip(*pairs, strict=True)), max)) or [0.0] * num_windows
+    windows = [max(FACTOR * spread, floor) for spread in (*spreads[1:], spreads[-1])]
+    largest = _tolerance(spreads[-1:] if pairs else [], floor, f"means of {num_windows} windows of steps")
+    return largest.model_copy(update={"windows": [float(f"{value:.3g}") for value in windows]})
 
 
 def _tolerance(spreads: Sequence[float], floor: float, name: str, *, is_relative: bool = True) -> Tolerance:

@@ -32,8 +32,7 @@ class MethodFacts:
 
     module: str  # with the functions `trainer_config` and `build`
     reads: str  # what a document of the data is: "documents" or "pairs"
-    rows_per_document: int = 1  # in a padded batch
-    may_pack: bool = True  # several documents of a step in a row
+    rows_per_document: int = 1  # in a padded batch; a packed row has all of them
     has_equal_tokens: bool = True  # all trained tokens have the same factor in the loss (see `train.one_pass_head`)
     has_dropout: bool = True
     has_reference: bool = False  # adapters are switched off for one more forward pass of each pair
@@ -43,12 +42,10 @@ class MethodFacts:
 
 METHODS: dict[str, MethodFacts] = {
     "sft": MethodFacts(module="tunebook.train.methods.sft", reads="documents", metrics={}),
-    # TRL 1.16 has switched off its rows without padding in DPO.
     "dpo": MethodFacts(
         module="tunebook.train.methods.dpo",
         reads="pairs",
         rows_per_document=2,
-        may_pack=False,
         has_equal_tokens=False,
         has_dropout=False,
         has_reference=True,

@@ -12,6 +12,7 @@ from tunebook.config.choices import Generation
 from tunebook.config.compose import parse_override
 from tunebook.config.schema import ZeroConfig, world_size
 from tunebook.errors import DataError, RequestError
+from tunebook.facts.methods import method_facts
 from tunebook.model.positions import positions_of
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
@@ -33,13 +34,14 @@ def suggest(draft: Draft) -> dict[str, Draft]:
     config = draft.config
     engines = ("zero3", "fsdp") if isinstance(config.parallelism, ZeroConfig) else ("fsdp", "zero3")
     half, is_cpu = config.training.max_length // 2, config.hardware.generation is Generation.cpu
+    row = half * method_facts(config).rows_per_document
     candidates = [  # of several in a line, the first that is not refused
         ["activation=checkpointing", "activation=checkpointing activation.memory_budget=1"],
         [f"parallelism={engine}" for engine in engines if world_size(config) > 1],
         [f"parallelism={engine}_offload" for engine in engines if not is_cpu],
         ["peft=lora"],
         ["peft=qlora"],
-        [f"training.max_length={half}" + (f" packing.row_length={half}" if config.packing.row_length else "")],
+        [f"training.max_length={half}" + (f" packing.row_length={row}" if config.packing.row_length else "")],
     ]
     planned: dict[str, tuple[float, Draft]] = {}
     for line in candidates:
@@ -83,7 +85,7 @@ class LongestRow:
 
 
 def longest_row(draft: Draft) -> LongestRow | None:
-    """Search the longest row of one document, the worst case for memory; `auto` decides for each length.
+    """Search the longest row of one document or pair, the worst case for memory; `auto` decides for each length.
 
     None if the memory, or the model's size or positions, are unknown. `draft` has a memory plan.
     """
@@ -94,7 +96,8 @@ def longest_row(draft: Draft) -> LongestRow | None:
     rows = range(unit, positions + 1, unit)
     num_fitting = bisect_left(rows, True, key=lambda tokens: not _fits(draft, tokens))
     tokens = num_fitting * unit
-    overrides = [f"training.max_length={tokens}", f"packing.row_length={tokens}", "training.micro_batch_size=1"]
+    row = tokens * method_facts(draft.config).rows_per_document
+    overrides = [f"training.max_length={tokens}", f"packing.row_length={row}", "training.micro_batch_size=1"]
     return LongestRow(tokens=tokens, has_all_positions=num_fitting == len(rows), overrides=overrides if tokens else [])
 
 
@@ -105,7 +108,7 @@ def _fits(draft: Draft, tokens: int) -> bool:
         config,
         dataset=replace(config.dataset, synthetic=replace(config.dataset.synthetic, max_tokens=tokens)),
         training=replace(config.training, max_length=tokens, micro_batch_size=1),
-        packing=replace(config.packing, row_length=tokens),
+        packing=replace(config.packing, row_length=tokens * method_facts(config).rows_per_document),
     )
     resolved = resolve_auto(config, draft.machine)
     host = plan_host_memory(resolved.config, resolved.host_memory_gib)

@@ -86,7 +86,7 @@ def batch_lines(plan: BatchPlan) -> list[str]:
     if plan.accumulation is not None:
         passes = counted(plan.accumulation, "pass", "passes")
     rows = f"{kind} rows of up to {plan.row_length:,} tokens"
-    in_a_pass = counted(plan.micro_batch_size, "row" if plan.unit == "document" else plan.unit)
+    in_a_pass = counted(plan.micro_batch_size, "row" if plan.is_packed or plan.unit == "document" else plan.unit)
     lines = [_row("batch", f"{size} in {rows}: {ranks} x {in_a_pass} x {passes}")]
     steps = "not known before the data is prepared" if plan.total_steps is None else f"{plan.total_steps:,}"
     if plan.steps_per_epoch is not None and plan.num_documents is not None:

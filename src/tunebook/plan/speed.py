@@ -17,7 +17,7 @@ from typing import Any
 from tunebook.config.choices import Compute, Generation, ModelPart, PackingMode, PeftMethod, Switch
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
-from tunebook.data.batch import BatchPlan, longest_document
+from tunebook.data.batch import BatchPlan, longest_side
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.methods import method_facts
@@ -135,7 +135,7 @@ def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
 
 def _seconds_per_token(config: RunConfig, batch: BatchPlan, facts: ModelFacts, share: Share, peak: Peak) -> float:
     """Seconds that one GPU computes a token, before the factors."""
-    attended = batch.attended_length or longest_document(config)
+    attended = batch.attended_length or longest_side(config)
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
     attention = attention_flops_per_token(facts, attended)
     products = flops_per_token(facts, attended, trained) - attention
@@ -148,7 +148,7 @@ def _image_seconds_per_token(config: RunConfig, batch: BatchPlan, peak: Peak) ->
     if images is None:
         return 0.0
     documents = batch.documents_per_step
-    tokens = batch.tokens_per_step / documents if batch.tokens_per_step and documents else longest_document(config)
+    tokens = batch.tokens_per_step / documents if batch.tokens_per_step and documents else longest_side(config)
     # With recomputation transformers has gradients of all embeddings computed, also those of a frozen tower.
     passes = 3 if ModelPart.vision in config.model.train or is_recomputed(config) else 1
     flops = passes * images.mean_number * image_cost(config, images).flops

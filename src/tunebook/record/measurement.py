@@ -25,7 +25,7 @@ from tunebook.config.schema import (
     TrackingConfig,
     world_size,
 )
-from tunebook.data.batch import BatchPlan
+from tunebook.data.batch import BatchPlan, shortest_row
 from tunebook.facts.methods import method_facts
 from tunebook.files import cache_root, remember, sha256_text
 from tunebook.hardware.detect import Machine, detect_machine
@@ -58,8 +58,9 @@ def measured_config(config: RunConfig, batch: BatchPlan) -> RunConfig:
     tokens of a generated document are trained on; one that is trained on whole takes slightly more for the output head.
     """
     passes = _MOST_PASSES if batch.accumulation is None else min(_MOST_PASSES, batch.accumulation)
-    per_row = -(-batch.row_length // config.training.max_length) if batch.is_packed else 1
-    document = batch.row_length // per_row
+    per_row = -(-batch.row_length // shortest_row(config)) if batch.is_packed else 1
+    sides = per_row * method_facts(config).rows_per_document if batch.is_packed else 1
+    document = batch.row_length // sides
     samples = batch.data_ranks * batch.micro_batch_size * passes * per_row
     synthetic = SyntheticConfig(
         num_documents=NUM_STEPS * samples,

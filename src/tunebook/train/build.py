@@ -77,8 +77,9 @@ def build_trainer(
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )
+    batches_of = partial(_every_document_once, config, plan, rank=rank, ranks=ranks)
     trainer: MethodTrainer = method.build(
-        Run(config=config, prepared=prepared, sequence=sequence),
+        Run(config=config, prepared=prepared, sequence=sequence, batches_of=batches_of),
         model=model,
         args=arguments,
         processing_class=tokenizer,
@@ -88,7 +89,7 @@ def build_trainer(
         optimizer_cls_and_kwargs=optimizer_factory(config),
         filler_token_id=tokenizer.eos_token_id,
         train_batches=batches,
-        validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
+        validation_batches=batches_of(validation) if validation else None,
         autocast_dtype=autocast_dtype(config),
         row_multiple=row_multiple(config),
         saver=_saver(config, folder, prepared),
@@ -98,6 +99,8 @@ def build_trainer(
     trainer.add_callback(StartRecord(clock, folder))
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
+    for callback in trainer.callbacks_after_checks:
+        trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
     return trainer
 
@@ -166,8 +169,10 @@ def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSav
     )
 
 
-def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:
-    """Batches that contain every validation document once, in stored order, in rows like those of training.
+def _every_document_once(
+    config: RunConfig, plan: BatchPlan, part: PreparedPart, *, rank: int, ranks: int
+) -> RankBatches:
+    """Batches that contain every document of a part once, in stored order, in rows like those of training.
 
     `rank` and `ranks` count data ranks.
     """

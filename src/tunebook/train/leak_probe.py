@@ -122,8 +122,8 @@ class TrainingForward:
         self.trainer = trainer
         self.sequence = sequence  # all its ranks get the same documents
         self.image: list[int] = []  # the tokens of an image, where the run has some
-        if isinstance(trainer.data_collator, ImageCollator):
-            self.image = trainer.data_collator.processor.blank()[0]
+        if isinstance(trainer.row_collator, ImageCollator):
+            self.image = trainer.row_collator.processor.blank()[0]
 
     def logits(self, documents: list[list[int]]) -> torch.Tensor:
         """Logits (num_tokens, vocab_size) in float32 of all documents' tokens, end to end."""
@@ -144,14 +144,14 @@ class TrainingForward:
     def _inputs(self, documents: list[list[int]]) -> dict[str, Any]:
         tokens = [token for document in documents for token in document]
         row = {"input_ids": tokens, "labels": list(tokens), "seq_lengths": [len(document) for document in documents]}
-        collate = self.trainer.data_collator
+        collate = self.trainer.row_collator
         batch = collate.with_images([row], self._pictures(tokens)) if self.image else collate([row])
         inputs: dict[str, Any] = self.trainer._prepare_inputs(batch)
         return inputs
 
     def _pictures(self, tokens: list[int]) -> list[Image]:
         """A picture for each image among the tokens, whose shade follows from the token before it."""
-        blank, length = self.trainer.data_collator.processor.blank()[1], len(self.image)
+        blank, length = self.trainer.row_collator.processor.blank()[1], len(self.image)
         places = [place for place in range(len(tokens)) if tokens[place : place + length] == self.image]
         return [blank.point([tokens[place - 1] % 256] * 768) for place in places]
 

@@ -154,7 +154,6 @@ CASES = [
     Case("train-on-without-roles", "dataset.train_on", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
     # method
     Case("method-settings-mismatch", "method.name", {"method": MethodConfig(name="dpo")}, dpo()),
-    Case("method-takes-padded-rows", "packing.mode", {"packing.mode": PackingMode.isolated}, dpo()),
     Case("method-without-sequence-groups", GROUP, {GROUP: 2}, {**DDP, **dpo()}),
     Case("method-without-one-pass-head", "model.one_pass_head", {"model.one_pass_head": True}, dpo()),
     Case("method-without-dropout", "peft.dropout", {"peft.dropout": 0.05}, dpo()),
@@ -172,6 +171,11 @@ CASES = [
     Case("tokens-need-packing", TOKENS, IN_TOKENS, PADDED),
     Case("batch-larger-than-data", SAMPLES, {"dataset.max_documents": 10}),
     Case("row-shorter-than-document", "packing.row_length", {"packing.row_length": 1024}),
+    Case(
+        "row-shorter-than-document",
+        "packing.row_length",
+        {**dpo(), "packing.mode": PackingMode.isolated, "packing.row_length": 4095, "training.micro_batch_size": 1},
+    ),
     # precision
     Case("needs-gpu", COMPUTE, {COMPUTE: Compute.fp16}, {**ON_CPU, "model.facts.dtype": "float16"}),
     Case("needs-gpu", KERNEL, {KERNEL: Attention.flex_attention}, ON_CPU),

@@ -52,6 +52,7 @@ def uncompiled_reason(config: RunConfig) -> str | None:
         (compute not in (Compute.bf16, Compute.fp8), f"not tested in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
         (config.packing.mode is PackingMode.padded, "tested with packed rows only"),
+        (method_facts(config).has_reference, f"not tested with method={config.method.name}"),
         (kernel not in (UNDECIDED, COMPILED), f"not tested with {kernel.name}"),
         (settings.sequence_group_size > 1 and not is_fsdp, "rows shared by several GPUs were tested under FSDP only"),
         (config.activation.mlp_tile_tokens is not None, "blocks would be compiled again for each number of MLP tiles"),
@@ -129,8 +130,6 @@ def _goes_by_document(config: RunConfig) -> bool:
 def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
     """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
     image = GENERATIONS[config.hardware.generation].image
-    if not method_facts(config).may_pack:
-        return PackingMode.padded, f"method={config.method.name} takes padded rows, as TRL's trainer"
     if begins_with_images(config.dataset):
         return PackingMode.padded, "the documents have images; for some models packing=isolated packs them"
     if isolates(config) is False:

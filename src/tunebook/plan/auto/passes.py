@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from tunebook.config.choices import Checkpointing, Generation, PackingMode, PeftMethod
 from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
+from tunebook.data.batch import shortest_row
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.strategies import strategy_facts
@@ -46,18 +47,19 @@ def decide_passes(decisions: Decisions) -> None:
 
 
 def _row_length(config: RunConfig) -> tuple[int, str]:
-    length, group = config.training.max_length, config.parallelism.sequence_group_size
+    side, length, group = config.training.max_length, shortest_row(config), config.parallelism.sequence_group_size
     if config.packing.mode is PackingMode.padded:
-        return length, "training.max_length, the longest a padded row can be"
+        return side, "training.max_length, the longest a padded row can be"
+    shortest = "training.max_length" if side == length else f"{length // side} x training.max_length"
     if group > 1:
         return -(-length // group) * group, f"the shortest row for every document that {group} GPUs can share"
     full = _FULL_COMPILED_ROW_TOKENS if config.model.compile_layers else attention_facts(config).full_row_tokens
     if full is None or config.hardware.generation is Generation.cpu:
-        return length, "training.max_length, the shortest row that holds every document"
+        return length, f"{shortest}, the shortest row that holds every document"
     row = _longest_useful_row(config, full)
     if row == length:
-        return row, "training.max_length; longer rows would not fit, or would be filled only in part"
-    return row, f"{row // length} x training.max_length: long rows keep the GPU busy, and this one fits"
+        return row, f"{shortest}; longer rows would not fit, or would be filled only in part"
+    return row, f"{row // side} x training.max_length: long rows keep the GPU busy, and this one fits"
 
 
 def _longest_useful_row(config: RunConfig, full: int) -> int:
@@ -65,7 +67,7 @@ def _longest_useful_row(config: RunConfig, full: int) -> int:
 
     What is cheap to recompute is recomputed for it if that saves passes.
     """
-    training, activation, length = config.training, config.activation, config.training.max_length
+    training, activation, length = config.training, config.activation, shortest_row(config)
     rows_per_pass = data_ranks(config) * (training.micro_batch_size or 1)  # rows in a pass of all GPUs
     needed, filled = _tokens_of_a_step(config, rows_per_pass)
     budget = training.global_tokens
@@ -88,7 +90,7 @@ def _tokens_of_a_step(config: RunConfig, rows_per_pass: int) -> tuple[float, flo
 
     Steps with few documents vary, so the latter counts documents as twice the stated mean length.
     """
-    training, length = config.training, config.training.max_length
+    training, length = config.training, shortest_row(config)
     if training.global_samples is None:
         tokens = (training.global_tokens or length) / rows_per_pass
         return tokens, tokens

@@ -15,7 +15,6 @@ from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.data.sources import begins_with_images
 from tunebook.errors import Problem
 from tunebook.facts.generations import GENERATIONS
-from tunebook.facts.methods import method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import read_dtype
@@ -78,13 +77,13 @@ def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool
     is_planned = problem is not None or starts_elsewhere(resolved)
     _decide_precision(decisions)
     missing = None if is_planned else machine.missing_for_triton
-    may_pack = method_facts(resolved).may_pack and not begins_with_images(resolved.dataset)
-    if not may_pack:  # compiling and attention depend on it
+    has_images = begins_with_images(resolved.dataset)
+    if has_images:  # compiling and attention depend on it
         decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
     decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
-    if may_pack:
+    if not has_images:
         decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
     decide_strategy(decisions)
     decide_passes(decisions)

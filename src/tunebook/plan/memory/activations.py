@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
 from tunebook.config.schema import RunConfig, data_ranks, world_size
-from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch, longest_document
+from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch, longest_side, shortest_row
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.methods import method_facts
 from tunebook.facts.strategies import strategy_facts
@@ -195,16 +195,16 @@ def shape_of(config: RunConfig) -> tuple[int, int]:
 
     An unset micro batch of padded rows counts as the largest that may be chosen.
     """
-    rows, length = config.training.micro_batch_size, config.packing.row_length or config.training.max_length
+    rows, length = config.training.micro_batch_size, config.packing.row_length
     if config.packing.mode is PackingMode.padded:
-        documents = rows or _padded_rows(config)
-        return documents * method_facts(config).rows_per_document, min(length, longest_document(config))
-    return 1, math.ceil((rows or 1) * length / config.parallelism.sequence_group_size)
+        documents, side = rows or _padded_rows(config), longest_side(config)
+        return documents * method_facts(config).rows_per_document, min(length or side, side)
+    return 1, math.ceil((rows or 1) * (length or shortest_row(config)) / config.parallelism.sequence_group_size)
 
 
 def _padded_rows(config: RunConfig) -> int:
     samples, ranks = config.training.global_samples, data_ranks(config)
-    length = config.training.max_length * method_facts(config).rows_per_document
+    length = shortest_row(config)
     if samples is None or samples < ranks:
         return max(1, PADDED_TOKENS_PER_PASS // max(1, length))
     return largest_micro_batch(samples // ranks, length)

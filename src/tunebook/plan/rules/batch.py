@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import PackingMode, Source
 from tunebook.config.schema import RunConfig, data_ranks
+from tunebook.data.batch import row_length, shortest_row
 from tunebook.errors import counted
+from tunebook.facts.methods import method_facts
 from tunebook.plan.rules.frame import Finding, rule
 
 
@@ -27,10 +29,6 @@ def _rows_per_pass(config: RunConfig) -> int:
     return data_ranks(config) * (config.training.micro_batch_size or 1)
 
 
-def _row_length(config: RunConfig) -> int:
-    return config.packing.row_length or config.training.max_length
-
-
 @rule("batch-not-divisible", fix="a multiple of the rows of one pass, or another training.micro_batch_size")
 def batch_not_divisible(config: RunConfig) -> Iterator[Finding]:
     """Require padded documents, or the rows of `global_tokens`, to be a multiple of ranks x micro batch.
@@ -43,7 +41,7 @@ def batch_not_divisible(config: RunConfig) -> Iterator[Finding]:
             f"{counted(training.global_samples, 'document')} cannot be divided into passes of {rows} rows on all GPUs"
         )
         yield Finding(message, "training.global_samples")
-    tokens, length = training.global_tokens, _row_length(config)
+    tokens, length = training.global_tokens, row_length(config)
     # `batch-too-small` covers too few tokens
     if not _is_padded(config) and tokens is not None and tokens >= rows * length and tokens // length % rows:
         message = f"{counted(tokens // length, 'row')} of {length} tokens cannot be divided into passes of {rows} rows"
@@ -61,7 +59,7 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
         return
     if samples is not None and samples < ranks:
         yield Finding(f"a step has {counted(samples, 'document')} for {ranks} GPUs", "training.global_samples")
-    rows, length = _rows_per_pass(config), _row_length(config)
+    rows, length = _rows_per_pass(config), row_length(config)
     if tokens is not None and tokens < rows * length:
         message = f"a step has {tokens} tokens, and one pass takes {rows} x {length} = {rows * length}"
         yield Finding(message, "training.global_tokens")
@@ -92,7 +90,8 @@ def batch_larger_than_data(config: RunConfig) -> Iterator[str]:
 
 @rule("row-shorter-than-document", "packing.row_length", "packing.row_length=null")
 def row_shorter_than_document(config: RunConfig) -> Iterator[str]:
-    """Require `row_length` to be at least `max_length`: a document is never split over two rows."""
-    row, length = config.packing.row_length, config.training.max_length
-    if row is not None and row < length and not _is_padded(config):
-        yield f"rows of {row} tokens cannot hold documents of training.max_length={length}"
+    """Require `row_length` to hold a document, or both sides of a pair: they are never split over two rows."""
+    row, length, sides = config.packing.row_length, config.training.max_length, method_facts(config).rows_per_document
+    if row is not None and row < shortest_row(config) and not _is_padded(config):
+        what = f"{sides} sides" if sides > 1 else "documents"
+        yield f"rows of {row} tokens cannot hold {what} of training.max_length={length}"

@@ -10,10 +10,9 @@ from tunebook.config.schema import RunConfig
 from tunebook.facts.architectures import has_attention
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
-from tunebook.facts.methods import method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import has_experts
-from tunebook.plan.rules.frame import Finding, rule
+from tunebook.plan.rules.frame import rule
 
 _KEY = "attention.implementation"
 _AUTO = f"{_KEY}=auto"
@@ -81,15 +80,14 @@ def flash_attention_not_deterministic(config: RunConfig) -> Iterator[str]:
         yield "its backward pass may differ in the last bits although training.deterministic is true"
 
 
-@rule("varlen-attention-padded", _KEY)
-def varlen_attention_padded(config: RunConfig) -> Iterator[Finding]:
+@rule("varlen-attention-padded", _KEY, f"packing.mode=isolated or {_AUTO}")
+def varlen_attention_padded(config: RunConfig) -> Iterator[str]:
     """Refuse varlen attention with rows that are not packed: it does not support padding."""
     if config.parallelism.sequence_group_size > 1:
         return  # see the rules about rows that several GPUs share
     if attention_facts(config).needs_lengths and config.packing.mode is not PackingMode.isolated:
         kernel, mode = config.attention.implementation.name, config.packing.mode.name
-        fix = f"packing.mode=isolated or {_AUTO}" if method_facts(config).may_pack else _AUTO
-        yield Finding(f"{kernel} computes packed rows only, and packing.mode is {mode}", fix=fix)
+        yield f"{kernel} computes packed rows only, and packing.mode is {mode}"
 
 
 @rule("compiled-layers-not-possible", "model.compile_layers", "model.compile_layers=false")

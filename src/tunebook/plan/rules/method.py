@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import DpoLoss, Overlong, PackingMode, TrainOn
+from tunebook.config.choices import DpoLoss, Overlong, TrainOn
 from tunebook.config.schema import CHOICE_SCHEMAS, DpoConfig, RunConfig
 from tunebook.facts.methods import method_facts
 from tunebook.plan.rules.frame import Finding, rule
@@ -20,18 +20,11 @@ def method_settings_mismatch(config: RunConfig) -> Iterator[str]:
         yield f"name={config.method.name} and the settings of another method"
 
 
-@rule("method-takes-padded-rows", "packing.mode", "packing=padded or packing=auto")
-def method_takes_padded_rows(config: RunConfig) -> Iterator[str]:
-    """Refuse packed rows for a method whose trainer takes padded ones only. TRL's DPOTrainer is one."""
-    if config.packing.mode is PackingMode.isolated and not method_facts(config).may_pack:
-        yield f"method={config.method.name} takes padded rows only"
-
-
 @rule("method-without-sequence-groups", "parallelism.sequence_group_size", "parallelism.sequence_group_size=1")
 def method_without_sequence_groups(config: RunConfig) -> Iterator[str]:
-    """Refuse rows shared by several GPUs for a method that takes padded rows: only packed rows can be shared."""
-    if config.parallelism.sequence_group_size > 1 and not method_facts(config).may_pack:
-        yield f"method={config.method.name} takes padded rows, which several GPUs cannot share"
+    """Refuse rows shared by several GPUs for a method that weights tokens: a GPU has a part of an answer only."""
+    if config.parallelism.sequence_group_size > 1 and not method_facts(config).has_equal_tokens:
+        yield f"method={config.method.name} weights each answer's tokens by its loss, and a GPU would have a part of it"
 
 
 @rule("method-without-one-pass-head", "model.one_pass_head", "model.one_pass_head=false")

@@ -88,7 +88,7 @@ def sequence_group_attention(config: RunConfig) -> Iterator[str]:
 
     They get the boundaries of the documents of the whole row. Other kernels build a mask of a part of the row.
     """
-    if config.parallelism.sequence_group_size == 1 or not method_facts(config).may_pack:
+    if config.parallelism.sequence_group_size == 1 or not method_facts(config).has_equal_tokens:
         return
     if config.packing.mode is PackingMode.padded or not attention_facts(config).needs_lengths:
         kernel, mode = config.attention.implementation.name, config.packing.mode.name

@@ -5,7 +5,7 @@ full fine-tune its log-probabilities are computed once, before the first step, a
 (`reference`). So no second model is in memory.
 
 Overridden of TRL's: `_prepare_dataset` (the pairs are prepared), `compute_loss` and `_get_num_items_in_batch` (a loss
-per pair of the whole step). A test pins the signatures.
+per pair of the whole step), `_compute_loss` and `compute_ref_log_probs` (packed rows). A test pins the signatures.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from accelerate.utils.modeling import is_peft_model
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
-from tunebook.config.choices import DpoLoss
+from tunebook.config.choices import DpoLoss, PackingMode
 from tunebook.config.schema import DpoConfig
-from tunebook.data.prepared import PreparedPart
-from tunebook.train.methods.pairs import PairCollator, PairRows
+from tunebook.train.methods.pairs import PairCollator, PairRows, packed
 from tunebook.train.methods.reference import ReferencePass, reference_log_probabilities
 from tunebook.train.methods.trainer import MethodTrainer, Run
 
@@ -40,7 +39,7 @@ _NAMES = [*_METRICS, "reference_accuracy"]
 
 def trainer_config(arguments: dict[str, Any]) -> DPOConfig:
     """TRL's configuration for prepared pairs."""
-    return DPOConfig(**arguments)
+    return DPOConfig(**arguments | {"padding_free": False})  # which TRL has switched off; see `pairs.packed`
 
 
 def build(run: Run, **arguments: Any) -> PairTrainer:
@@ -50,7 +49,7 @@ def build(run: Run, **arguments: Any) -> PairTrainer:
     given = arguments["args"]
     given.beta, given.label_smoothing = settings.beta, settings.label_smoothing
     given.loss_type, given.loss_weights = losses_of(settings)
-    return PairTrainer(**arguments, parts=run.prepared.parts(), rpo_alpha=settings.rpo_alpha)
+    return PairTrainer(**arguments, run=run, rpo_alpha=settings.rpo_alpha)
 
 
 def losses_of(settings: DpoConfig) -> tuple[list[str], list[float]]:
@@ -76,7 +75,7 @@ class PairTrainer(MethodTrainer, DPOTrainer):
     def __init__(
         self,
         *args: Any,
-        parts: dict[str, PreparedPart],
+        run: Run,
         rpo_alpha: float | None = None,
         optimizer_cls_and_kwargs: Any = None,
         **kwargs: Any,
@@ -88,12 +87,28 @@ class PairTrainer(MethodTrainer, DPOTrainer):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs  # TRL's trainer does not hand it on
         self.precompute_ref_logps = True  # every batch brings the reference's log-probabilities
         tokenizer: Any = self.processing_class
-        self.data_collator = PairCollator(tokenizer.pad_token_id, self.row_multiple or 1)
-        self.row_multiple = None  # the collator fills padded rows
+        is_packed = run.config.packing.mode is PackingMode.isolated
+        self.pairs = PairCollator(tokenizer.pad_token_id, self.row_multiple or 1, is_packed=is_packed)
+        self.data_collator = self.pairs
+        self.row_multiple = None  # the collator fills rows
         self.reference: ReferencePass | None = None  # None: an adapter is switched off
         if not is_peft_model(self.model):
-            self.reference = ReferencePass(self, parts)
-            self.add_callback(self.reference)
+            self.reference = ReferencePass(self, run)
+            self.callbacks_after_checks = [self.reference]
+
+    @property
+    def row_collator(self) -> Any:
+        """Makes a packed row of documents."""
+        return self.pairs.pack
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Upstream's, of packed rows if the batch has them."""
+        upstream: Any = super()
+        return upstream.compute_ref_log_probs(packed(model) if self.pairs.is_packed else model, inputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        upstream: Any = super()
+        return upstream._compute_loss(packed(model) if self.pairs.is_packed else model, inputs, return_outputs)
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         return dataset

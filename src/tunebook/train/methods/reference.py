@@ -7,7 +7,6 @@ pairs, whatever the number of steps, in a file of the prepared data for these we
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tunebook.checkpoint.collectives import on_first_rank
 from tunebook.data.prepared import PreparedPart
-from tunebook.data.sampler import Row
 from tunebook.errors import RequestError, counted
 from tunebook.files import sha256_text
 from tunebook.parallel.deepspeed import forget_parameter_order
+from tunebook.train.methods.trainer import Run
 
 _NUM_NAME_DIGITS = 16
 
@@ -43,9 +42,9 @@ def reference_log_probabilities(trainer: Any, model: Any, inputs: dict[str, Any]
 class ReferencePass(TrainerCallback):
     """Finds or computes the reference's log-probabilities when the training begins."""
 
-    def __init__(self, trainer: Any, parts: dict[str, PreparedPart]) -> None:
+    def __init__(self, trainer: Any, run: Run) -> None:
         self.trainer = trainer
-        self.parts = parts
+        self.run = run
         self.tables: dict[str, torch.Tensor] = {}  # by part: of each pair, chosen and rejected
 
     def of(self, pairs: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,12 +57,8 @@ class ReferencePass(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Raises: RequestError if a resumed run does not find them: its model is trained already."""
-        trainer = self.trainer
-        datasets = {"train": trainer.train_dataset}
-        if trainer.validation_batches is not None:
-            datasets["validation"] = trainer.eval_dataset
-        for name, dataset in datasets.items():
-            file = self.parts[name].folder / f"reference-{self._key()}.npy"
+        for name, part in self.run.prepared.parts().items():
+            file = part.folder / f"reference-{self._key()}.npy"
             table: np.ndarray | None = on_first_rank(partial(_read, file))
             if table is None and state.global_step:
                 raise RequestError(
@@ -72,11 +67,10 @@ class ReferencePass(TrainerCallback):
                     problem_id="reference-missing",
                 )
             if table is None:
-                lengths = self.parts[name].load_lengths()
                 if state.is_world_process_zero:
-                    what = counted(len(lengths), f"{name} pair")
+                    what = counted(part.counts.num_documents, f"{name} pair")
                     print(f"the untrained model computes the log-probabilities of {what}, once", flush=True)
-                table = self._compute(dataset, np.argsort(-lengths, kind="stable"))  # the longest first
+                table = self._compute(part)
                 on_first_rank(partial(_write, file, table))
             self.tables[name] = torch.from_numpy(table)
 
@@ -87,12 +81,12 @@ class ReferencePass(TrainerCallback):
         seed = identity.settings["training"]["seed"] if identity.model["weights"] == "random" else None
         return sha256_text(json.dumps([identity.model, precision, seed], sort_keys=True))[:_NUM_NAME_DIGITS]
 
-    def _compute(self, dataset: Any, pairs: np.ndarray) -> np.ndarray:
-        """The table of all pairs, computed in an order, each by one rank."""
-        trainer = self.trainer
-        table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=trainer.args.device)
+    def _compute(self, part: PreparedPart) -> np.ndarray:
+        """The table of all pairs, each computed by one rank."""
+        trainer, dataset = self.trainer, part.load()
+        table = torch.zeros(len(dataset), 2, dtype=torch.float64, device=trainer.args.device)
         trainer.model.eval()
-        for batch in trainer._loader(dataset, self._batches(pairs)):
+        for batch in trainer._loader(dataset, self.run.batches_of(part)):
             inputs = trainer._prepare_inputs(batch)
             own = inputs.pop("pairs")
             with trainer.compute_loss_context_manager():
@@ -100,15 +94,6 @@ class ReferencePass(TrainerCallback):
             table[own[own >= 0]] = sides[own >= 0].double()
         trainer.model.train()
         return np.asarray(trainer.accelerator.reduce(table, reduction="sum").float().cpu())
-
-    def _batches(self, pairs: np.ndarray) -> Iterator[list[Row]]:
-        """This rank's micro-batches; every rank has equally many."""
-        own = self.trainer.train_batches
-        size, per_pass = own.micro_batch_size, own.micro_batch_size * own.world_size
-        rows: list[Row] = [[int(pair)] for pair in pairs]
-        rows += [[]] * (-len(rows) % per_pass)
-        for first in range(own.rank * size, len(rows), per_pass):
-            yield rows[first : first + size]
 
 
 def _read(file: Path) -> np.ndarray | None:

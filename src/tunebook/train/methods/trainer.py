@@ -6,16 +6,18 @@ arguments of a run, and `build(run, **arguments)`, its trainer: a `MethodTrainer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from peft.utils.other import TrainableTokensWrapper
+from transformers import TrainerCallback
 
 from tunebook.config.schema import RunConfig
-from tunebook.data.prepared import Prepared
+from tunebook.data.prepared import Prepared, PreparedPart
+from tunebook.data.sampler import RankBatches
 from tunebook.model.blocks import name_experts
 from tunebook.train.batches import SampledBatches
 from tunebook.train.checkpoints import CompleteCheckpoints
@@ -30,6 +32,7 @@ class Run:
     config: RunConfig
     prepared: Prepared
     sequence: SequenceGroup | None  # the ranks that share this rank's rows
+    batches_of: Callable[[PreparedPart], RankBatches]  # this rank's, of every document of a part once
 
 
 class MethodTrainer(SampledBatches, CompleteCheckpoints):
@@ -39,6 +42,7 @@ class MethodTrainer(SampledBatches, CompleteCheckpoints):
     """
 
     sequence: SequenceGroup | None = None
+    callbacks_after_checks: Sequence[TrainerCallback] = ()  # of the method; the checks are those of the wrapped model
     aux_loss_enabled: bool  # of TRL's trainer: a mixture of experts adds its routers' loss
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,6 +61,11 @@ class MethodTrainer(SampledBatches, CompleteCheckpoints):
             # Of a vocabulary that has grown, PEFT would write both matrices with each adapter.
             trained.save_pretrained = partial(trained.save_pretrained, save_embedding_layers=False)
         correct_offloading(self)
+
+    @property
+    def row_collator(self) -> Any:
+        """Makes a packed row of documents."""
+        return self.data_collator
 
     def validation_sums(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The sums over one validation batch of this rank: first the loss, then what it is divided by, then others."""
