@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from gpu_image_models import write_image_model
 
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
@@ -137,6 +138,12 @@ def model_words(case: dict[str, Any], folder: Path, *, has_weights: bool = False
     name, overrides = case.get("model"), case["overrides"]
     if any(word.startswith("model=/") for word in overrides):  # a folder
         return []
+    if case.get("images"):
+        weights = "pretrained" if "model.weights=pretrained" in overrides else "random"
+        written = write_image_model(
+            str(name), folder, layers=case.get("layers"), has_weights=has_weights and weights == "pretrained"
+        )
+        return [f"model={written}", f"model.weights={weights}"]
     if "model.weights=pretrained" in overrides:
         return [f"model.path={write_model(name or 'qwen25_05b', folder, has_weights=has_weights)}"]
     if "kind" in case:

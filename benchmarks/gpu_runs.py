@@ -8,7 +8,8 @@ A FILE has one configuration per line: `name`, `overrides` and, where needed, `r
 `gpu_models.py`), `layers`, `kind`, `resolved` (what `auto` had decided). Results are such files, and so is what
 `gpu_draw.py` writes. A JSON file of a recipe's evidence is one configuration; record its repetitions with
 `tunebook verify RUN RUN --record`. More keys: `timeout_s`, `warm_up_steps`; `against`, the run of its series that its
-losses are compared with, else `single`; `unsaved`, to write no model.
+losses are compared with, else `single`; `unsaved`, to write no model; `images`, to write the model with a processor
+(`gpu_image_models.py`).
 
 Each run has its GPUs to itself; `gpu_queue.py` lets others get ready meanwhile. OUTPUT/results.jsonl holds for each
 what the plan says today (`planned_gib`, `planned_tokens_per_second`) and what was measured; `verdict` is `ok`,
@@ -33,8 +34,8 @@ from lines import Line, largest_difference, read_lines, write_lines
 from tunebook.plan.draft import draft_run
 
 PATIENT = "launcher.timeout_s=7200"  # ranks that are ready wait for their turn before they meet
-_COPIED = ("series", "recipe", "overrides", "model", "kind", "mode", "sizes", "layers", "accumulation", "seed",
-           "weights", "data", "against", "unsaved", "warm_up_steps", "planned_then_gib",
+_COPIED = ("series", "recipe", "overrides", "model", "images", "kind", "mode", "sizes", "layers", "accumulation",
+           "seed", "weights", "data", "against", "unsaved", "warm_up_steps", "planned_then_gib",
            "planned_then_tokens_per_second")  # fmt: skip
 
 

@@ -40,7 +40,9 @@ class _RankFinder(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module: Any) -> None:
             execute(module)
-            _add_traces(module.RecipeTrainer)
+            from transformers import Trainer  # of every method
+
+            _add_traces(Trainer)
             run_rank = module.run_rank
 
             def wait_and_run(folder: Path, *rest: Any) -> Any:

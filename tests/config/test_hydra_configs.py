@@ -114,7 +114,8 @@ def _differs(schema: type, key: str, value: Any) -> bool:
 def test_book_paths_lead_to_files_of_the_book() -> None:
     words = [word for file in FILES for word in _strings(body(file)) if word.startswith("book:")]
     assert words
-    assert [word for word in words if not resolve_path(word).exists()] == []
+    shipped = [word for word in words if not word.startswith("book:inputs/")]  # the rest is made by scripts
+    assert [word for word in shipped if not resolve_path(word).exists()] == []
 
 
 def _strings(value: Any) -> list[str]:
@@ -131,6 +132,7 @@ MODELS = [file.stem for file in sorted(CONFIGS.glob("model/*.yaml")) if "facts" 
 # The parameters of the weights on the hub. A tied output head counts once, though some files store it again.
 PUBLISHED = {
     "dolly_v2_3b": 2_775_086_080, "gemma3_12b": 12_187_325_040, "gemma3_1b": 999_885_952, "gemma3_27b": 27_432_406_640,
+    "gemma3_270m": 268_098_176,
     "gemma3_4b": 4_300_079_472, "gemma4_12b": 11_959_730_224, "gemma4_26b_a4b": 25_805_936_206,
     "gemma4_31b": 31_273_088_876, "gemma4_e2b": 5_123_178_051, "gemma4_e4b": 7_996_156_490,
     "glm4_9b": 9_400_279_040, "gpt_oss_20b": 20_914_757_184,

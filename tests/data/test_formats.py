@@ -247,7 +247,7 @@ def test_any_fields_become_a_question_and_an_answer() -> None:
     ("source", "record", "message"),
     [
         (BOOLQ, {"passage": "a", "question": "b"}, "dataset.answer_template .*'answer' is undefined"),
-        (BOOLQ, {"passage": " ", "question": "b", "answer": True, "image": "x.png"}, "'image' of the document"),
+        (BOOLQ, {"passage": " ", "question": "b", "answer": True, "tools": "x"}, "'tools' of the document"),
         (DatasetSource(question_template="{{a.__class__.__mro__}}", answer_template="{{a}}"), {"a": "x"}, "__class__"),
         (DatasetSource(question_template="{{a}}", answer_template="{{a[0]}}"), {"a": ["x"]}, "a JSON array"),
     ],

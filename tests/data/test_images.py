@@ -119,6 +119,13 @@ def test_tokens_masks_and_pixels_are_those_of_the_processor(family_folder: Path,
     assert all(torch.equal(inputs[name], value) for name, value in expected.items())
 
 
+def test_templates_for_other_fields_name_the_place_of_an_image(qwen_folder: Path, data: Make) -> None:
+    document = {"image": "pictures/a.png", "kind": "animal", "told": "A cat."}
+    templates = {"question_template": "<image>Which {{kind}}?", "answer_template": "{{told}}"}
+    (row,) = prepared(data(qwen_folder, [document], **templates))
+    assert [Path(reference.partition(" ")[2]).name for reference in row[IMAGES]] == ["a.png"]
+
+
 @pytest.mark.parametrize(
     "form",
     [

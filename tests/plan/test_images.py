@@ -103,13 +103,13 @@ def test_memory_and_time_count_the_images(draft: Any) -> None:
     ("words", "model", "problem_id"),
     [
         ([], "qwen25_05b", "model-without-images"),
-        (["packing=isolated"], None, "images-packed"),
+        (["packing=isolated"], "gemma3_4b", "images-packed"),
     ],
 )
 def test_the_plan_refuses_what_the_preparation_refuses(
-    words: list[str], model: str | None, problem_id: str, draft: Any
+    words: list[str], model: str, problem_id: str, draft: Any
 ) -> None:
-    made = draft([[(28, 28)]], *words, **({"model": model} if model else {}))
+    made = draft([[(28, 28)]], *words, model=model)
     assert made.error is not None and (made.error.problem_id, made.exit_code) == (problem_id, 2)
 
 

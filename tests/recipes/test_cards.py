@@ -12,7 +12,7 @@ from .conftest import Composed
 RECIPES = book_root() / "recipes"
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 OWN = {  # without an outside source
-    "quickstart", "smollm2_135m_boolq", "smollm2_135m_dpo", "smollm2_135m_lora", "smollm2_135m_tools",
+    "digits", "quickstart", "smollm2_135m_boolq", "smollm2_135m_dpo", "smollm2_135m_lora", "smollm2_135m_tools",
     "gemma3_270m_boolq", "llama31_8b_lora_fp8",
 }  # fmt: skip
 SECTIONS = ["Claim", "Hardware", "Commands", "What the source reports", "Settings", "Deviations", "Evidence"]
@@ -26,6 +26,8 @@ SOURCES = (
     "recipes/configs/qwen3/8B_full.yaml`",
     "recipes/configs/qwen3/30B_A3B_full.yaml`",
     "Fine-Tune Gemma using Hugging Face Transformers and QLoRA",
+    "Fine-Tune Gemma for Vision Tasks using Hugging Face Transformers and QLoRA",
+    "examples/train_lora/qwen2_5vl_lora_sft.yaml`",
     "Tulu 3: Pushing Frontiers in Open Language Model Post-Training",
     "Fine-tuning with gpt-oss and Hugging Face Transformers",
     "read-me of LLaMA-Factory",

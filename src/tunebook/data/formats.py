@@ -163,8 +163,9 @@ class Normalizer:
         if self.format is Format.auto:
             self.format = detect_format(record, settings.text_field)
         if settings.fields is not None:  # the templates name a missing field
-            account.check(record, settings.fields.names)
-            return _conversation(settings.fields.turns(record), {}, settings)
+            images = {key: record[key] for key in IMAGE_KEYS if key in record and key not in settings.fields.names}
+            account.check(record, {*settings.fields.names, *images})
+            return _conversation(settings.fields.turns(record), images, settings)
         needed = _needed_keys(self.format, settings.text_field)
         if missing := [key for key in needed if record.get(key) is None]:
             basis = " by the keys of the first document; name one format a source" if self.was_detected else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -149,7 +150,8 @@ def test_attention_and_packing(settled, changed, machine, gpu, values, model, ke
 
 
 def test_images_whose_tokens_see_each_other_get_a_mask(settled, changed, machine, tmp_path):
-    (tmp_path / "images.jsonl").write_text('{"messages": [], "images": ["a.png"]}\n')
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
+    (tmp_path / "images.jsonl").write_text(json.dumps({"messages": turns, "images": ["a.png"]}))
     values = {
         "model.facts.architecture": "Gemma3ForConditionalGeneration", "model.compile_layers": False,
         "dataset.source": Source.files, "dataset.name": None, "dataset.path": str(tmp_path / "images.jsonl"),
