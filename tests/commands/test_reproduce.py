@@ -14,7 +14,7 @@ from rich.console import Console
 import tunebook.commands.reproduce as reproducing
 from tunebook.commands.reproduce import differences_here, find_original, reproduce_command
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError, RequestError, StoppedError
+from tunebook.errors import DataError, StoppedError, TunebookError
 from tunebook.evidence.compare import claim_of_run
 from tunebook.evidence.gather import read_finished
 from tunebook.record.provenance import describe_environment, describe_hardware
@@ -99,20 +99,20 @@ def test_a_job_that_is_not_waited_for_is_not_compared(
 
 
 @pytest.mark.parametrize(
-    ("changes", "difference"),
+    ("changes", "difference", "exit_code"),
     [
-        ({"replaced": {"weight_decay: 0.1": "weight_decay: 0.3"}}, "weight_decay is 0.1, recorded with 0.3"),
-        ({"manifest": {"dataset": {"content_sha256": "9" * 64}}}, "data_sha256 is 3333"),
+        ({"replaced": {"weight_decay: 0.1": "weight_decay: 0.3"}}, "weight_decay is 0.1, recorded with 0.3", 2),
+        ({"manifest": {"dataset": {"content_sha256": "9" * 64}}}, "data_sha256 is 3333", 5),
     ],
     ids=["settings", "data"],
 )
 def test_a_run_that_would_be_another_one_here_is_refused(
-    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, changes: dict[str, Any], difference: str
+    make_run: MakeRun, jobs: list[RunConfig], tmp_path: Path, changes: dict[str, Any], difference: str, exit_code: int
 ) -> None:
     original = make_run(**changes)
-    with pytest.raises(RequestError, match=difference) as error:
+    with pytest.raises(TunebookError, match=difference) as error:
         reproduce_command(str(original), tmp_path / "new", [], Console(file=StringIO()))
-    assert (error.value.problem_id, jobs) == ("evidence-of-other-config", [])
+    assert (error.value.exit_code, jobs) == (exit_code, [])
     assert not (tmp_path / "new").exists()
 
 

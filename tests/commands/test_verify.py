@@ -67,6 +67,14 @@ def test_other_data_under_the_same_settings_is_a_difference(evidence: Path, make
     assert "data_sha256 is 9, recorded with " in found.rows[0].reason
 
 
+def test_evidence_of_the_same_settings_is_nearer_than_any_other(make_run: MakeRun, record: Record) -> None:
+    """Here "a" has the run's data and one other setting."""
+    other_data = {"dataset": {"content_sha256": "9"}}
+    record(*(make_run("optimizer.learning_rate=3e-4", manifest=other_data) for _ in range(2)), label="a")
+    record(make_run(), make_run(), label="b")
+    assert verified(make_run(manifest=other_data)).claim.name == "cpu-1-b.json"
+
+
 def test_a_run_without_evidence_is_refused(make_run: MakeRun, card: Path) -> None:
     run = read_finished(make_run())
     for problem_id in ("no-evidence", "evidence-without-recipe"):

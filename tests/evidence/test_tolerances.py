@@ -10,7 +10,7 @@ from tunebook.config.choices import Compute, Generation
 from tunebook.config.frozen import plain_config
 from tunebook.evidence.compare import Verdict
 from tunebook.evidence.schema import Results, read_evidence
-from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, tolerance_of
+from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, loss_differences, tolerance_of
 
 from .conftest import MakeRun, Record, curve, rows_of
 
@@ -49,6 +49,12 @@ def test_each_part_of_the_curve_has_its_own_tolerance(make_run: MakeRun, record:
     row = rows_of(make_run(losses=early))["loss"]
     assert (row.verdict, row.tolerance) == (Verdict.different, 1e-5)
     assert "most in steps 1 to 3" in row.reason
+
+
+def test_a_negative_loss_differs_by_its_size() -> None:
+    """Some losses of pairs are negative, such as those of `robust`. The mean size of both curves is 2."""
+    assert loss_differences([1.0, -3.2], [1.0, -3.0]) == [0.0, pytest.approx(0.2 / 3)]
+    assert loss_differences([-1.2, -3.0], [-1.0, -3.0]) == [pytest.approx(0.1), 0.0]
 
 
 @pytest.mark.parametrize(

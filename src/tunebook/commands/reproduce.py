@@ -1,7 +1,7 @@
 """`tunebook reproduce`: train again what a run folder or an evidence file says, and compare.
 
-The recorded overrides are composed again. If they give other settings, data or weights here, the command refuses before
-anything is trained; other code, packages or hardware are printed.
+The recorded overrides are composed again. Other settings are refused and other data or weights are a difference, both
+before anything is trained; other code, packages or hardware are printed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ from tunebook.config.identity import comparable_config, flat_differences
 from tunebook.config.launchers import SlurmConfig
 from tunebook.config.override_text import command_words, override, quoted, shell_command
 from tunebook.config.schema import RunConfig
-from tunebook.evidence.compare import Claim, claim_of_evidence, claim_of_run, compare, input_differences, require_same
+from tunebook.errors import DifferenceError
+from tunebook.evidence.compare import (
+    Claim,
+    claim_of_evidence,
+    claim_of_run,
+    compare,
+    content_differences,
+    named,
+    require_same_settings,
+)
 from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
-from tunebook.evidence.schema import read_evidence
+from tunebook.evidence.schema import Inputs, read_evidence
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import create_run_folder, resolve_run, run_name
@@ -47,7 +56,7 @@ def reproduce_command(
 ) -> int:
     """Run it again and compare. Returns the exit code of the run, or 5 if it succeeded but differs.
 
-    Raises: RequestError if the new run would not be the recorded one.
+    Raises: RequestError for other settings here, DifferenceError for other data or weights.
     """
     original = find_original(target, outputs)
     outputs = outputs.expanduser().absolute()
@@ -87,8 +96,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
             "weights_fingerprint": weights_fingerprint(job.config.model),
         }
     )
-    different = f"the settings of {claim.name} give another run here, since the book or the machine differs"
-    require_same(input_differences(claim.recorded.inputs, inputs), different)
+    _require_same(claim, inputs)
     for line in differences_here(claim, job.config):
         print_text(line, console)
     train = command_words("train", original.recipe, overrides, recipes_dirs)
@@ -102,13 +110,23 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         "tokenizer_sha256": prepared.tokenizer_sha256,
         "chat_template_sha256": prepared.chat_template_sha256,
     }
-    require_same(input_differences(claim.recorded.inputs, inputs.model_copy(update=data)), different)
+    _require_same(claim, inputs.model_copy(update=data))
     folder = create_run_folder(outputs, run_name(job.config))
     print_text(f"to compare it later: {shell_command([*original.comparison, str(folder)])}", console)
     code, launcher = run_job(job, console, folder=folder), job.config.launcher
     if code != 0 or (isinstance(launcher, SlurmConfig) and not launcher.wait):
         return code
     return compare(claim, read_finished(folder)).print(console)
+
+
+def _require_same(claim: Claim, inputs: Inputs) -> None:
+    """Raises: RequestError for other settings, DifferenceError for other data or weights."""
+    recorded = claim.recorded.inputs
+    different = f"the settings of {claim.name} give another run here, since the book or the machine differs"
+    require_same_settings(recorded, inputs, different)
+    if contents := content_differences(recorded, inputs):
+        message = f"the same settings as those of {claim.name} train on something else here: {named(contents)}"
+        raise DifferenceError(message, problem_id="evidence-of-other-inputs")
 
 
 def differences_here(claim: Claim, config: RunConfig) -> Iterator[str]:

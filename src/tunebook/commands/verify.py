@@ -18,10 +18,11 @@ from tunebook.evidence.compare import (
     Claim,
     claim_of_evidence,
     compare,
+    content_differences,
     hardware_differences,
     input_differences,
     named,
-    require_same,
+    require_same_settings,
     setting_differences,
     split_differences,
 )
@@ -96,17 +97,19 @@ def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) ->
         )
     recorded = {file: read_evidence(file) for file in files}
 
-    def distance(file: Path) -> tuple[int, bool, bool]:
+    def distance(file: Path) -> tuple[int, int, bool, bool]:
         evidence = recorded[file]
         return (
-            len(input_differences(evidence.inputs, run.inputs)),
+            len(setting_differences(evidence.inputs, run.inputs)),
+            len(content_differences(evidence.inputs, run.inputs)),
             bool(hardware_differences(evidence.hardware, run.hardware)),
             bool(split_differences(evidence.inputs, run.inputs)),
         )
 
     nearest = min(files, key=distance)
-    require_same(
-        setting_differences(recorded[nearest].inputs, run.inputs),
+    require_same_settings(
+        recorded[nearest].inputs,
+        run.inputs,
         f"the run has other settings than the nearest evidence (tunebook reproduce {nearest} trains those)",
     )
     return claim_of_evidence(nearest, recorded[nearest])

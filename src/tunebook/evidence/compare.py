@@ -288,9 +288,9 @@ def content_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
     return flat_differences(first, second)
 
 
-def require_same(differing: list[Difference], message: str) -> None:
-    """Raises: RequestError with the message and what differs, if something does."""
-    if differing:
+def require_same_settings(recorded: Inputs, present: Inputs, message: str) -> None:
+    """Raises: RequestError with the message and the settings that differ, if some do."""
+    if differing := setting_differences(recorded, present):
         raise RequestError(f"{message}: {named(differing)}", problem_id="evidence-of-other-config")
 
 

@@ -56,13 +56,16 @@ def split_windows(values: Sequence[Value]) -> list[Sequence[Value]]:
 
 
 def loss_differences(measured: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """The differences of two curves' windows, each relative to the larger of the window's and the curve's mean.
+    """The differences of two curves' windows, each relative to the larger size of the window's and the curve's losses.
 
     Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
+    Some losses of pairs are negative.
     """
     windows = zip(split_windows(measured), split_windows(expected), strict=True)
-    pairs, overall = [(fmean(loss), fmean(reference)) for loss, reference in windows], fmean(expected)
-    return [abs(loss - reference) / max(reference, overall) if loss != reference else 0.0 for loss, reference in pairs]
+    pairs, overall = [(fmean(loss), fmean(reference)) for loss, reference in windows], fmean(map(abs, expected))
+    return [
+        abs(loss - reference) / max(abs(reference), overall) if loss != reference else 0.0 for loss, reference in pairs
+    ]
 
 
 def relative(measured: float, expected: float) -> float:
