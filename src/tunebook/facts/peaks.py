@@ -17,8 +17,7 @@ class Peak:
     """A peak in dense TFLOP/s, and the GPU model that has it."""
 
     tflops: float
-    gpu: str
-    is_of_this_model: bool  # False: the generation's reference GPU stands in for an unlisted model
+    gpu: str  # the generation's reference GPU stands in for an unlisted model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +79,11 @@ def peak_of(generation: Generation, compute: Compute, *, gpu_name: str | None, u
     name = gpu_name or facts.reference_gpu
     if _has_word(name, "MIG"):
         return None  # its name does not give the exact share of the GPU that a slice has
-    is_of_this_model, model = True, _model_of(name)
+    model = _model_of(name)
     if model is None:
-        is_of_this_model, name, model = False, facts.reference_gpu, _model_of(facts.reference_gpu)
+        name, model = facts.reference_gpu, _model_of(facts.reference_gpu)
     if model is None or (compute is Compute.bf16 and not facts.has_bf16):
         return None
     fp32 = (model.tf32 or model.fp32) if uses_tf32 else model.fp32
     tflops = {Compute.fp32: fp32, Compute.fp8: model.fp8}.get(compute, model.half)
-    return None if tflops is None else Peak(tflops=tflops, gpu=name, is_of_this_model=is_of_this_model)
+    return None if tflops is None else Peak(tflops=tflops, gpu=name)

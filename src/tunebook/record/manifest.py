@@ -58,7 +58,6 @@ def start_manifest(
     *,
     world_size: int,
     command: list[str],
-    nccl: str | None = None,
     model: dict[str, Any] | None = None,
     tokenizer_sha256: str | None = None,
     chat_template_sha256: str | None = None,
@@ -95,7 +94,7 @@ def start_manifest(
         "template_date": template_date,  # that the chat template writes as today's date
         "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
         "dataset": dataset,
-        "hardware": describe_hardware(nccl),
+        "hardware": describe_hardware(None),
         "world_size": world_size,
         "seed": config.training.seed,
         "command": describe_command(command),

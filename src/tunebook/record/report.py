@@ -25,7 +25,7 @@ from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.locks import describe_differences
 from tunebook.record.page.charts import loss_charts, other_charts
-from tunebook.record.page.numbers import Unit, format_count, format_duration, format_value
+from tunebook.record.page.numbers import Unit, format_count, format_value
 from tunebook.record.page.overview import (
     build_prediction,
     describe_duration,
@@ -74,63 +74,67 @@ def render_run(record: RunRecord) -> str:
     before, after, manifest = record.before, record.after, record.manifest
     lock = (manifest.get("environment") or {}).get("lock") or {}
     summary, losses = summarize(record), loss_charts(record)
-    return render_page(
-        "run.html.jinja",
-        run={"record": record, "summary": summary, "state": state_of(record)},
-        title=title_of(record),
-        unit=speed_unit(record),
-        recipe=recipe_of(record),
-        machine=describe_machine(record),
-        took=describe_duration(summary),
-        main_score=main_score(record),
-        validation_of_model=validation_of_model(record),
-        peak_tflops=next(iter(record.values("peak_tflops")), None),
-        different_packages=", ".join(describe_differences(lock.get("differences") or {}, _NUM_DIFFERENCES)),
-        scores=score_rows(before, after, *(answers_of(record.folder, evaluation) for evaluation in (before, after))),
-        later=later_evaluations(record),
-        before=before,
-        after=after,
-        samples=pair_samples(before, after),
-        contamination=record.contamination,
-        contamination_scores=[
-            f"{evaluation['when']}: {line}"
-            for evaluation in (record.before, record.after, *record.evaluations)
-            for line in score_lines(evaluation)
-        ],
-        is_contaminated=is_warning,
-        kind_names=NAMES,
-        faults=fault_rows(before, after),
-        loss=losses[0] if losses else None,
-        charts=losses[1:] + other_charts(record),
-        prediction=build_prediction(record, summary),
-        plan=record.plan,
-        dataset=manifest.get("dataset") or {},
-        manifest=manifest,
-        config=record.config,
+    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
+    # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
+    return (
+        _environment()
+        .get_template("run.html.jinja")
+        .render(
+            style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+            script=Markup(script),
+            script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            version=__version__,
+            written=format_time(datetime.now(UTC)),
+            run={"record": record, "summary": summary, "state": state_of(record)},
+            title=title_of(record),
+            unit=speed_unit(record),
+            recipe=recipe_of(record),
+            machine=describe_machine(record),
+            took=describe_duration(summary),
+            main_score=main_score(record),
+            validation_of_model=validation_of_model(record),
+            peak_tflops=next(iter(record.values("peak_tflops")), None),
+            different_packages=", ".join(describe_differences(lock.get("differences") or {}, _NUM_DIFFERENCES)),
+            scores=score_rows(
+                before, after, *(answers_of(record.folder, evaluation) for evaluation in (before, after))
+            ),
+            later=later_evaluations(record),
+            before=before,
+            after=after,
+            samples=pair_samples(before, after),
+            contamination=record.contamination,
+            contamination_scores=[
+                f"{evaluation['when']}: {line}"
+                for evaluation in (record.before, record.after, *record.evaluations)
+                for line in score_lines(evaluation)
+            ],
+            is_contaminated=is_warning,
+            kind_names=NAMES,
+            faults=fault_rows(before, after),
+            loss=losses[0] if losses else None,
+            charts=losses[1:] + other_charts(record),
+            prediction=build_prediction(record, summary),
+            plan=record.plan,
+            dataset=manifest.get("dataset") or {},
+            manifest=manifest,
+            config=record.config,
+        )
     )
 
 
-def render_page(template: str, **view: Any) -> str:
-    """Render a template of the report as one page."""
+def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "as_typed": as_typed, "count": format_count, "duration": format_duration,
-        "gib": partial(format_value, unit=Unit.gib), "number": format_value, "score": _score,
+        "as_typed": as_typed, "count": format_count, "gib": partial(format_value, unit=Unit.gib),
+        "number": format_value, "score": _score,
         "sentence": lambda text: text and text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else "."),
         "share": partial(format_value, unit=Unit.share), "time": format_time,
         "yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
     }  # fmt: skip
-    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
-    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    return environment.get_template(template).render(
-        **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,
-        written=format_time(datetime.now(UTC)),
-    )  # fmt: skip
+    return environment
 
 
 def _score(score: dict[str, Any], same_unit: dict[str, Any] | None = None) -> str:

@@ -74,9 +74,9 @@ class RunRecord:
         """(step, loss) at the steps that every run of this configuration logs, whether it was interrupted or not."""
         return by_schedule((line for line in self.training if "loss" in line), self.log_every_steps or 1)
 
-    def points(self, key: str, over: str = "step") -> list[tuple[float, float | None]]:
+    def points(self, key: str) -> list[tuple[float, float | None]]:
         """(step, value) of one number of the training lines; None if it was not finite."""
-        return [(line[over], line[key]) for line in self.training if key in line and line.get(over) is not None]
+        return [(line["step"], line[key]) for line in self.training if key in line]
 
     def values(self, key: str) -> list[float]:
         """Every finite value of one number of the training lines."""

@@ -47,7 +47,7 @@ def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
 def test_a_run_in_numbers_by_hand() -> None:
     training = [
         {"step": step, "loss": 10.0 - 0.1 * step, "tokens_seen": 50 * step, "mfu": None,
-         "tokens_per_second_per_gpu": 10.0 if step <= 4 else 100.0, "padding_share": 0.25,
+         "tokens_per_second_per_gpu": 10.0 if step <= 4 else 100.0,
          "memory_gib": [float(step), 1.0]}
         for step in range(1, 41)
     ]  # fmt: skip
@@ -64,19 +64,7 @@ def test_a_run_in_numbers_by_hand() -> None:
     assert summary.best_validation_loss == 3.5
     assert summary.tokens_per_second_per_gpu == 100  # the first tenth is warming up
     assert summary.mfu is None
-    assert summary.padding_share == pytest.approx(0.25)
     assert summary.peak_memory_gib == [40, 1]
-
-
-def test_the_padding_share_is_of_all_computed_tokens() -> None:
-    counted = ((100, 900), (300, 100), (0, 10))  # tokens and padding of three logged steps
-    training, seen = [], 0
-    for step, (tokens, padding) in enumerate(counted, 1):
-        seen += tokens
-        share = padding / (tokens + padding)
-        training.append({"step": step, "loss": 1.0, "tokens_seen": seen, "padding_share": share})
-    summary = summarize(RunRecord(folder=Path("a/b"), training=training))
-    assert summary.padding_share == pytest.approx(1000 / 1400)  # not (0.9 + 0.25 + 1) / 3
 
 
 def test_time_of_a_killed_attempt_is_unknown() -> None:

@@ -68,7 +68,6 @@ class Chart:
     title: str
     y_label: str
     lines: list[Line]
-    x_label: str = "optimizer step"
     unit: Unit = Unit.plain
     from_zero: bool = False
     ceiling: float | None = None  # larger values are drawn at the top edge with an arrow
@@ -80,7 +79,7 @@ class Chart:
         """The chart as one <svg> of this size, which the page scales."""
         x, y = self._axes(width, height)
         hover = {  # from which the page's script shows the values under the pointer
-            "left": x.begin, "right": x.end, "low": x.low, "high": x.high, "x": self.x_label,
+            "left": x.begin, "right": x.end, "low": x.low, "high": x.high,
             "percent": self.unit is Unit.share,
             "lines": [
                 {"name": line.name,
@@ -103,7 +102,7 @@ class Chart:
                 ends = (known[0], known[-1])
                 texts = [f"{format_value(y, self.unit)} at {format_value(x, Unit.whole)}" for x, y in ends]
                 sentences.append(f"{line.name}: {', '.join(texts)}")
-        return f"{self.title}, by {self.x_label}. " + "; ".join(sentences)
+        return f"{self.title}, by optimizer step. " + "; ".join(sentences)
 
     def _axes(self, width: int, height: int) -> tuple[_Axis, _Axis]:
         xs = [x for line in self.lines for x, _ in line.points]
@@ -150,7 +149,7 @@ def round_ticks(low: float, high: float, num_ticks: int, whole: bool = False) ->
 
 
 def step_ticks(values: list[float], num_ticks: int = 6) -> tuple[float, float, list[float]]:
-    """The ends and ticks of an axis of steps or tokens: to the last value; from zero unless all values are far away."""
+    """The ends and ticks of an axis of steps: to the last value; from zero unless all values are far away."""
     low, high = min(values), max(values)
     low = 0.0 if low == high or low < _START_AT_ZERO_BELOW * high else low
     high = high if high > low else low + 1

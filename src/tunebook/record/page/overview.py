@@ -36,7 +36,6 @@ class Summary:
     best_validation_loss: float | None
     tokens_per_second_per_gpu: float | None  # median after warm-up
     mfu: float | None
-    padding_share: float | None
     peak_memory_gib: list[float]  # by rank
     seconds: float | None  # of all attempts that recorded their end; None if the last did not
     num_attempts: int
@@ -61,24 +60,11 @@ def summarize(record: RunRecord) -> Summary:
         best_validation_loss=min(validation, default=None),
         tokens_per_second_per_gpu=median_after_warm_up(record.values("tokens_per_second_per_gpu")),
         mfu=median_after_warm_up(record.values("mfu")),
-        padding_share=_padding_share(training),
         peak_memory_gib=[max(gib or 0.0 for gib in peaks) for peaks in by_rank],
         seconds=None if last_seconds is None else round(last_seconds + sum(filter(None, earlier)), 1),
         num_attempts=1 + len(earlier),
         num_attempts_without_end=earlier.count(None),
     )
-
-
-def _padding_share(lines: list[dict[str, Any]]) -> float | None:
-    """Share of all computed tokens. Each line's share is weighted by the tokens computed since the line before."""
-    real, computed, before = 0.0, 0.0, 0
-    for line in lines:
-        share, seen = line.get("padding_share"), line.get("tokens_seen") or before
-        if share is not None and share < 1:
-            real += seen - before
-            computed += (seen - before) / (1 - share)
-        before = seen
-    return 1 - real / computed if computed else None
 
 
 def state_of(record: RunRecord) -> str:
