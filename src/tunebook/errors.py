@@ -4,7 +4,7 @@ TunebookError (1)
 ├── RequestError (2)       the request is wrong: a key, a type, a name, a rule
 ├── DoesNotFitError (3)    the plan does not fit the hardware
 ├── DataError (4)          the data is wrong: a broken line, a missing field, nothing to train on
-├── DifferenceError (5)    `verify` found a difference
+├── DifferenceError (5)    `verify` or `reproduce` found a difference
 ├── StoppedError (6)       stopped on request after a clean save: requeue
 └── InvalidTrainingError (7)  the training is invalid: a loss that is not finite, a leak
 

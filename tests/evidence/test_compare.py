@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.evidence.compare import Comparison, Verdict, claim_of_run, compare, input_differences
+from tunebook.evidence.compare import (
+    Comparison,
+    Verdict,
+    claim_of_run,
+    compare,
+    content_differences,
+    setting_differences,
+)
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.schema import Inputs
 
@@ -150,7 +157,7 @@ def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> Non
 
 
 def keys(first: Inputs, second: Inputs) -> list[str]:
-    return [key for key, _, _ in input_differences(first, second)]
+    return [key for key, _, _ in (*setting_differences(first, second), *content_differences(first, second))]
 
 
 def test_settings_and_data_are_compared_and_the_split_is_not(make_run: MakeRun) -> None:

@@ -20,7 +20,6 @@ from tunebook.evidence.compare import (
     compare,
     content_differences,
     hardware_differences,
-    input_differences,
     named,
     require_same_settings,
     setting_differences,
@@ -185,7 +184,8 @@ def _require_repetitions(runs: Sequence[RunFacts]) -> None:
     ]
     for other, machine in zip(others, machines[1:], strict=True):
         if differing := [
-            *input_differences(first.inputs, other.inputs),
+            *setting_differences(first.inputs, other.inputs),
+            *content_differences(first.inputs, other.inputs),
             *split_differences(first.inputs, other.inputs),
             *flat_differences(machines[0], machine),
         ]:

@@ -264,11 +264,6 @@ def config_differences(recorded: dict[str, Any], present: dict[str, Any]) -> lis
     return [difference for difference in differing if not difference[0].startswith((*_SPLITS, *_PLANNED_BY))]
 
 
-def input_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
-    """The differences of two runs' configurations, models and data."""
-    return [*setting_differences(recorded, present), *content_differences(recorded, present)]
-
-
 def setting_differences(recorded: Inputs, present: Inputs) -> list[Difference]:
     """The differences of two runs' configurations. A path may differ if its content is the same."""
     same = [place for name, place in _PLACES.items() if getattr(recorded, name) == getattr(present, name) is not None]

@@ -79,7 +79,7 @@ class Chart:
         """The chart as one <svg> of this size, which the page scales."""
         x, y = self._axes(width, height)
         hover = {  # from which the page's script shows the values under the pointer
-            "left": x.begin, "right": x.end, "low": x.low, "high": x.high,
+            "left": x.begin, "right": x.end, "low": x.low, "high": x.high, "x": "optimizer step",
             "percent": self.unit is Unit.share,
             "lines": [
                 {"name": line.name,

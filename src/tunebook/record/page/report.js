@@ -21,7 +21,7 @@ function nearest(points, x) {
 
 function follow(svg, event) {
   svg.data = svg.data || JSON.parse(svg.dataset.chart);
-  const { left, right, low, high, percent, lines } = svg.data;
+  const { left, right, low, high, x: label, percent, lines } = svg.data;
   const box = svg.getBoundingClientRect();
   const across = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
   const share = Math.min(1, Math.max(0, (across - left) / (right - left)));
@@ -35,7 +35,7 @@ function follow(svg, event) {
   cursor.setAttribute("x1", position);
   cursor.setAttribute("x2", position);
   cursor.classList.add("shown");
-  readout.replaceChildren(`optimizer step ${write(at, false)}`, ...filled.map((line, index) => {
+  readout.replaceChildren(`${label} ${write(at, false)}`, ...filled.map((line, index) => {
     const row = document.createElement("div");
     const away = found[index][0] === at ? "" : ` (at ${write(found[index][0], false)})`;
     row.textContent = `${line.name}: ${write(found[index][1], percent)}${away}`;
