@@ -194,6 +194,7 @@ DRAWN = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": 
     ("document", "problem_id", "named"),
     [
         (asked([{"type": "image", "image": "no.png"}]), "data-image", ["image 1 of turn 1 (user)", "no.png does not"]),
+        (asked("<image>What?", images=["a\0.png"]), "data-image", ["cannot be read: embedded null"]),
         (asked("<image>What?", images=["empty.png"]), "data-image", ["empty.png has no bytes"]),
         (asked("<image>What?", images=["text.png"]), "data-image", ["no image that Pillow knows"]),
         (asked("<image>What?", images=["half.png"]), "data-image", ["half.png", "broken"]),
@@ -371,9 +372,10 @@ def test_images_are_fetched_only_if_asked_for(data: Make, qwen_folder: Path, tmp
         found = data(qwen_folder, [asked("<image>What?", images=urls[:1])], download_images=True)
         (row,) = prepared(found)
         assert row[IMAGES][0].partition(" ")[0] == sha256_file(tmp_path / "data" / "pictures" / "a.png")
-        missing = data(qwen_folder, [asked("<image>What?", images=[urls[1]])], download_images=True)
-        with pytest.raises(DataError, match="cannot be fetched"):
-            prepare(missing)
+        for url in (urls[1], f"{urls[0]} b"):
+            missing = data(qwen_folder, [asked("<image>What?", images=[url])], download_images=True)
+            with pytest.raises(DataError, match="cannot be fetched"):
+                prepare(missing)
         server.shutdown()
         thread.join()
 

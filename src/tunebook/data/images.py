@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import http.client
 import io
 import urllib.error
 import urllib.parse
@@ -255,8 +256,9 @@ def _with_marks(turn: Turn, number: int) -> Turn:
 def _bytes_of(file: Path, name: str, place: str) -> bytes:
     try:
         return file.read_bytes()
-    except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:  # a path with a null character
+        why = getattr(error, "strerror", None) or error
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {why}"
         raise DocumentError(f"{place}: the file {name} {reason}", problem_id=_BAD) from error
 
 
@@ -278,7 +280,7 @@ def _download(url: str, place: str) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT_S) as answer:
             data = answer.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise DocumentError(f"{place} cannot be fetched from {url[:80]}: {error}", problem_id=_BAD) from error
