@@ -165,6 +165,12 @@ def test_images_in_the_harness_own_way_are_refused(qwen: Path, task_of: Callable
     assert caught.value.problem_id == "task-with-media"
 
 
+def test_examples_before_images_are_refused(qwen: Path, task_of: Callable[..., Path]) -> None:
+    with pytest.raises(RequestError) as caught:
+        evaluated(qwen, task_of(WRITTEN | {"num_fewshot": 2}))
+    assert caught.value.problem_id == "examples-with-images"
+
+
 def test_the_same_question_about_another_image_is_not_contaminated(qwen: Path, task_of: Callable[..., Path]) -> None:
     task = task_of(WRITTEN)
     run = task.parent / "run"

@@ -218,6 +218,13 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
     prompts = [item["prompt"] for item in items]
     if "images" in items[0]:
         assert settings.load_processor is not None
+        own = config.get("num_fewshot")
+        if own != 0 and (own if settings.num_fewshot is None else settings.num_fewshot):
+            raise RequestError(
+                f"{task.file}: its prompts have images, and the examples before them would come without theirs; write "
+                "num_fewshot: 0 into the file, which then has none",
+                problem_id="examples-with-images",
+            )
         config["doc_to_image"] = "images"
         prompts = [with_images(item["prompt"], item["images"], settings.load_processor()) for item in items]
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", MAX_GEN_TOKS)
