@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch.utils.data import SequentialSampler
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -19,6 +21,7 @@ from tests.image_models import FAMILIES, draw_image, load_processor, write_model
 from tunebook.config.choices import ModelPart, PackingMode, PeftMethod, Weights
 from tunebook.config.schema import DatasetConfig, ModelConfig, PackingConfig, PeftSettings, TrainingConfig
 from tunebook.data.sampler import epoch_order
+from tunebook.model.adapters import adapter_config, see_without_gradients
 from tunebook.model.processor import load_image_processor
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.plan.architecture import read_facts
@@ -179,6 +182,32 @@ def test_the_parts_that_are_named_are_trained(qwen, picture_documents, train_in,
     else:
         differing = set(after)
     assert {part_of(name) for name in differing} == changed
+
+
+def test_a_frozen_tower_is_not_recomputed_and_gradients_are_the_same(qwen, picture_documents):
+    config = image_config(qwen, picture_documents)
+    config = replace(config, peft=PeftSettings(method=PeftMethod.lora))
+    tokenizer = load_tokenizer(config.model)
+    processor = load_image_processor(config.model, tokenizer)
+    ids, image = processor.blank()
+    row = {"input_ids": np.array(ids), "labels": np.array(ids), "seq_lengths": [len(ids)]}
+    collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
+    batch = ImageCollator(collate, processor).with_images([row], [image])
+    found = []
+    for change in (lambda *_: None, see_without_gradients):
+        model = AutoModelForImageTextToText.from_pretrained(qwen, dtype=torch.float32)
+        torch.manual_seed(0)
+        adapted = get_peft_model(model, adapter_config(config, model))
+        change(config, model)
+        adapted.train()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        with FlopCounterMode(display=False) as counter:
+            adapted(**batch, use_cache=False).loss.backward()
+        grads = {name: each.grad for name, each in adapted.named_parameters() if each.requires_grad}
+        found.append((grads, counter.get_total_flops()))
+    (expected, before), (grads, after) = found
+    assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
+    assert after < before
 
 
 def part_of(name):

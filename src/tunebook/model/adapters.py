@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, PeftMethod
-from tunebook.config.model_facts import frozen_modules, unreached_of
+from tunebook.config.model_facts import frozen_modules, is_in_modules, unreached_of
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
@@ -118,6 +118,20 @@ def freeze_parts(config: RunConfig, model: Any) -> None:
     for name, parameter in model.named_parameters():
         if frozen is not None and re.fullmatch(frozen, name):
             parameter.requires_grad_(False)
+
+
+def see_without_gradients(config: RunConfig, model: Any) -> None:
+    """Have a frozen tower for images keep nothing for a backward pass.
+
+    With recomputation transformers has gradients of its embeddings computed, as of those of text.
+    """
+    import torch
+
+    unreached, base = unreached_of(config.model.facts), model.base_model
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_frozen = not any(is_in_modules(unreached, name) for name in trained)
+    if unreached and is_frozen and hasattr(base, "get_image_features"):
+        base.get_image_features = torch.no_grad()(base.get_image_features)
 
 
 def trains_in_fp32(config: RunConfig) -> bool:

@@ -149,8 +149,7 @@ def _image_seconds_per_token(config: RunConfig, batch: BatchPlan, peak: Peak) ->
         return 0.0
     documents = batch.documents_per_step
     tokens = batch.tokens_per_step / documents if batch.tokens_per_step and documents else longest_side(config)
-    # With recomputation transformers has gradients of all embeddings computed, also those of a frozen tower.
-    passes = 3 if ModelPart.vision in config.model.train or is_recomputed(config) else 1
+    passes = 3 if ModelPart.vision in config.model.train else 1
     flops = passes * images.mean_number * image_cost(config, images).flops
     return flops / tokens / (TOWER_SHARE * peak.tflops * 1e12)
 

@@ -29,6 +29,7 @@ from tunebook.model.adapters import (
     freeze_parts,
     keep_in_fp32,
     require_known_names,
+    see_without_gradients,
     trains_in_fp32,
 )
 from tunebook.model.blocks import compile_layers, text_blocks, transformer_blocks
@@ -132,6 +133,7 @@ def _load(
 def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTrainer) -> list[str]:
     """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
     is_on_cpu = config.hardware.generation is Generation.cpu
+    see_without_gradients(config, model)
     if config.packing.mode is PackingMode.isolated or not is_on_cpu:  # a GPU's kernels are for padded rows, too
         isolate_documents(model, is_on_cpu=is_on_cpu)
         position_by_document(model)

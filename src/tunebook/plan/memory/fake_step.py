@@ -34,7 +34,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
 from tunebook.model.adapted_products import share_inputs
-from tunebook.model.adapters import adapter_config, freeze_parts
+from tunebook.model.adapters import adapter_config, freeze_parts, see_without_gradients
 from tunebook.model.blocks import block_forward, compile_layers
 from tunebook.model.fp8 import convert_frozen_to_fp8, layers_for_fp8
 from tunebook.model.load import auto_class
@@ -121,6 +121,7 @@ class FakeStep:
                 share_inputs(causal)
                 if mode.quantized:
                     stand_ins.quantize(self._layers)
+        see_without_gradients(config, causal)
         if mode.liger:
             stand_ins.use_liger(self._decoder)
         if mode.tile_tokens is not None:
@@ -352,7 +353,7 @@ def _adapt(causal: Any, lora: Any, mode: Mode) -> None:
     finally:
         module.to = moving
     if mode.recomputed:
-        adapted.enable_input_require_grads()  # as TRL does; it includes the tower for images
+        adapted.enable_input_require_grads()  # as TRL does
     else:
         causal.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
     for part in adapted.modules():
