@@ -55,6 +55,8 @@ class LayerFacts:
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
     expert_adapters: dict[str, list[int]] = field(default_factory=dict)
+    vision_adapters: dict[str, list[int]] = field(default_factory=dict)  # of the tower for images
+    projector_adapters: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import ModelPart, PeftMethod
-from tunebook.config.model_facts import ModelFacts
+from tunebook.config.model_facts import LayerFacts, ModelFacts
 from tunebook.config.schema import RunConfig
 
 
@@ -178,22 +178,37 @@ def adapted_layers(config: RunConfig) -> set[str]:
     return named & every if named & {*every, *facts.measured.expert_adapters, *EMBEDDINGS} else every
 
 
+def adapters_of_parts(config: RunConfig, measured: LayerFacts) -> dict[ModelPart, dict[str, list[int]]]:
+    """Inputs and outputs of what can be adapted in each trained part, by name."""
+    parts = {
+        ModelPart.language: measured.adapters | measured.expert_adapters,
+        ModelPart.vision: measured.vision_adapters,
+        ModelPart.projector: measured.projector_adapters,
+    }
+    return {part: layers for part, layers in parts.items() if part in config.model.train}
+
+
 def _adapter_parameters(config: RunConfig, facts: ModelFacts, *, without: Set[str]) -> int:
-    """Parameters of the adapters: on all linear layers if no target name matches.
+    """Parameters of the adapters in trained parts: on all linear layers if no target name matches.
 
     PEFT ignores a name that the model lacks if another target name matches. An adapter has rank x (inputs + outputs)
     parameters, and with DoRA one more for each output.
     """
     if facts.measured is None:
         return 0
-    peft, measured = config.peft, facts.measured
+    peft = config.peft
     named = {last_name(module) for module in peft.target_modules}
-    sizes = measured.adapters | measured.expert_adapters
+    sizes = adapters_of_parts(config, facts.measured)
+    known = {name for layers in sizes.values() for name in layers}
     others = sum(bool(named & {*names} - without) for names in (EMBEDDINGS, HEADS))  # of the same size
-    chosen = named & {*sizes} if others or named & {*sizes} else {*sizes}
-    in_layers = sum(
-        peft.rank_pattern.get(name, peft.rank) * sum(sizes[name]) + peft.use_dora * sizes[name][1]
-        for name in chosen - without
-    )
+    chosen = named & known if others or named & known else known
+    in_part = {
+        part: sum(
+            peft.rank_pattern.get(name, peft.rank) * sum(layers[name]) + peft.use_dora * layers[name][1]
+            for name in (chosen & {*layers}) - without
+        )
+        for part, layers in sizes.items()
+    }
+    in_layers = in_part.pop(ModelPart.language, 0)
     outside = peft.rank * (facts.vocab_size + facts.hidden_size) + peft.use_dora * facts.hidden_size
-    return others * outside + round(of_layers(facts, in_layers))
+    return others * outside + round(of_layers(facts, in_layers)) + sum(in_part.values())

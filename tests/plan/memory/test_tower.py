@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.image_models import FAMILIES, write_model
 from tunebook.config.choices import ModelPart, PeftMethod
-from tunebook.config.schema import ModelConfig
-from tunebook.model.adapters import freeze_parts
+from tunebook.config.schema import ModelConfig, PeftSettings
+from tunebook.model.adapters import adapter_config, freeze_parts
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.architecture import read_facts
 from tunebook.plan.images import PlannedImages
@@ -134,6 +135,16 @@ def test_tokens_and_flops_of_an_image(tiny):
         blocks = 2 * (2 * 16 * (4 * 32 * 32 + 2 * 32 * 48) + 4 * 16 * 16 * 32)
         assert flops == 2 * 16 * (3 * 7 * 7) * 32 + blocks + 2 * 4 * 32 * 32
     assert images.tokens(config) >= features
+
+
+@pytest.mark.parametrize("targets", [[], ["fc1", "gate_proj", "linear_fc1"]])
+@pytest.mark.parametrize("parts", [[LANGUAGE], [LANGUAGE, VISION], [VISION, PROJECTOR]], ids=str)
+def test_trained_parameters_of_adapters_are_those_of_the_parts(tiny, parts, targets):
+    config, architecture, _ = tiny
+    config.model.train = parts
+    config.peft = PeftSettings(method=PeftMethod.lora, target_modules=targets)
+    adapted = get_peft_model(AutoModelForImageTextToText.from_config(architecture), adapter_config(config))
+    assert count_parameters(config, config.model.facts).trained == adapted.get_nb_trainable_parameters()[0]
 
 
 @pytest.mark.parametrize("parts", [[LANGUAGE], [PROJECTOR], [LANGUAGE, VISION], [VISION, PROJECTOR]], ids=str)

@@ -93,13 +93,17 @@ WITH_EXPERTS = traced(
     num_layers=2, parameters=900, active_parameters=300, expert_adapters={"down_proj": [20, 10]},
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
+LORA = {"peft.method": PeftMethod.lora}
+OF_IMAGES = LORA | {
+    "model.facts.unreached": ["tower", "projector"],
+    "model.facts.measured": traced(num_layers=2, parameters=1, adapters={"q": [1, 1]}, vision_adapters={"q": [1, 1]}),
+}
 GPT2 = {"model.facts.architecture": "GPT2LMHeadModel", "model.facts.measured": MEASURED}
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 PADDED_DDP = {**DDP, **PADDED}
 IN_TOKENS = {TOKENS: 65_536, SAMPLES: None}
 IN_FP16 = {COMPUTE: Compute.fp16, "model.facts.dtype": "float16"}
 BF16_WEIGHTS = {"precision.master_weights": MasterWeights.bf16}
-LORA = {"peft.method": PeftMethod.lora}
 QLORA = {"peft.method": PeftMethod.qlora}
 ONE_TARGET = LORA | {TARGETS: ["q_proj"]}
 ON_EXPERTS = LORA | {"model.facts.measured": WITH_EXPERTS, "peft.dropout": 0.0}
@@ -135,6 +139,7 @@ CASES = [
     Case("model-not-named", "model", {"model.path": "book:recipes/quickstart/model"}),
     Case("model-folder", "model.path", folder("not/there")),
     Case("model-not-causal", "model.path", folder("masked")),
+    Case("adapter-part-empty", "model.train", {"model.train": [ModelPart.language, ModelPart.projector]}, OF_IMAGES),
     Case("model-parts", "model.train", {"model.train": []}),
     Case("model-parts", "model.train", {"model.train": [ModelPart.language, ModelPart.vision]}),
     Case("length-beyond-model", "training.max_length", LONG),

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
-from tunebook.config.model_facts import is_in_modules
+from tunebook.config.model_facts import PROJECTORS, is_in_modules
 from tunebook.model.parameters import last_name
 
 # Names of the linear layers of experts and of a router before they were stacked, grouped by their current parameter.
@@ -28,18 +28,22 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def adapters_of(model: Any, unreached: Collection[str]) -> dict[str, Any]:
-    """What `LayerFacts` says about adapters, on all layers that text reaches.
+    """What `LayerFacts` says about adapters, on the layers that text reaches and on those of images.
 
     An adapter of rank 1 has as many parameters as its weight has rows and columns, for each expert.
     """
     stacked, head = _stacked_names(model), model.get_output_embeddings()
     of_experts = {*itertools.chain(*stacked.values())}  # PEFT does not adapt other layers with these names
     linear: dict[str, list[int]] = {}
+    vision: dict[str, list[int]] = {}
+    projector: dict[str, list[int]] = {}
     for name, module in model.named_modules():
         is_adapted = is_linear(module) and module is not head and last_name(name) not in of_experts
-        if is_adapted and not is_in_modules(unreached, name):
+        if is_adapted:
             rows, columns = module.weight.shape
-            _add(linear, [last_name(name)], (columns, rows) if isinstance(module, nn.Linear) else (rows, columns))
+            of_images = vision if {*name.split(".")}.isdisjoint(PROJECTORS) else projector
+            found = of_images if is_in_modules(unreached, name) else linear
+            _add(found, [last_name(name)], (columns, rows) if isinstance(module, nn.Linear) else (rows, columns))
     experts: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         names = next((names for target, names in stacked.items() if name.endswith(f".{target}")), ())
@@ -47,7 +51,8 @@ def adapters_of(model: Any, unreached: Collection[str]) -> dict[str, Any]:
             rows, columns = parameter.shape[-2:]
             number = parameter.numel() // (rows * columns)
             _add(experts, names, (number * columns, number * rows))
-    return {"adapters": linear, "expert_adapters": experts}
+    of_parts = {"vision_adapters": vision, "projector_adapters": projector}
+    return {"adapters": linear, "expert_adapters": experts} | of_parts
 
 
 def _add(found: dict[str, list[int]], names: Iterable[str], sizes: tuple[int, int]) -> None:

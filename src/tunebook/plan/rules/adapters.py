@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import PeftMethod, Weights
+from tunebook.config.choices import ModelPart, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import read_quantizer
-from tunebook.model.parameters import EMBEDDINGS, HEADS, adapted_layers, adapts_parameters, has_dora, last_name
+from tunebook.model.parameters import (
+    EMBEDDINGS,
+    HEADS,
+    adapted_layers,
+    adapters_of_parts,
+    adapts_parameters,
+    has_dora,
+    last_name,
+)
 from tunebook.plan.architecture import OWN_QUANTIZER
 from tunebook.plan.rules.frame import Finding, rule
 
@@ -34,8 +42,10 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or facts.measured is None:
         return
-    experts = {*facts.measured.expert_adapters}
-    layers, adapted = experts.union(facts.measured.adapters), experts.union(adapted_layers(config))
+    experts, parts = {*facts.measured.expert_adapters}, adapters_of_parts(config, facts.measured)
+    of_images = {name for part, layers in parts.items() if part is not ModelPart.language for name in layers}
+    layers = experts.union(facts.measured.adapters, of_images)
+    adapted = experts.union(adapted_layers(config), of_images)
     for field, names, known in (
         ("target_modules", peft.target_modules, layers.union(EMBEDDINGS)),
         ("rank_pattern", peft.rank_pattern, adapted),
@@ -45,6 +55,20 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
         if unknown:
             message = f"{facts.architecture} has no {unknown[0]} to adapt; it has {', '.join(sorted(known))}"
             yield Finding(message, f"peft.{field}")
+
+
+@rule("adapter-part-empty", "model.train", "'model.train=[language]', or peft=full")
+def adapter_part_empty(config: RunConfig) -> Iterator[str]:
+    """Refuse adapters for a part of the model that has no linear layer, such as Gemma 3's projector.
+
+    It would stay as it is. A part in `modules_to_save` is trained whole.
+    """
+    facts, peft = config.model.facts, config.peft
+    if peft.method is PeftMethod.full or peft.modules_to_save or facts is None or facts.measured is None:
+        return
+    for part, layers in adapters_of_parts(config, facts.measured).items():
+        if facts.unreached and not layers and part is not ModelPart.language:
+            yield f"{facts.architecture} has no linear layer in its {part.name}: an adapter trains nothing there"
 
 
 def _adapts_experts(config: RunConfig) -> bool:
