@@ -33,7 +33,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     same = SimpleNamespace(content_sha256="3" * 64, tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64)
     monkeypatch.setattr(reproducing, "run_job", stop)
-    monkeypatch.setattr(reproducing, "prepare_data", lambda *_: same)
+    monkeypatch.setattr(reproducing, "with_data", lambda job, _: (job, same))
     return found
 
 

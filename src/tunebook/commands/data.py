@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tunebook.commands.job import plan_job
-from tunebook.commands.train import prepare_data
+from tunebook.commands.train import with_data
 from tunebook.errors import RequestError
 from tunebook.terminal import print_text
 
@@ -35,7 +35,7 @@ def show_data(
     for warning in job.problems:
         if warning.key.startswith("dataset."):
             print_text(f"warning: {warning.text()}", console, style="yellow")
-    prepared = prepare_data(job.config, console)
+    job, prepared = with_data(job, console)
 
     from tunebook.data.view import show_prepared
     from tunebook.model.tokenizer import load_tokenizer, needs_padding

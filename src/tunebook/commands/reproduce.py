@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tunebook.commands.job import plan_job
-from tunebook.commands.train import prepare_data, run_job
+from tunebook.commands.train import run_job, with_data
 from tunebook.config.book import book_root
 from tunebook.config.frozen import typed_in
 from tunebook.config.identity import comparable_config, flat_differences
@@ -104,7 +104,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     print_text(f"to be compared with {claim.name}", console)
     if dry_run:
         return 0
-    prepared = prepare_data(job.config, console)  # which the run reuses
+    job, prepared = with_data(job, console)  # which the run reuses
     data = {
         "data_sha256": prepared.content_sha256,
         "tokenizer_sha256": prepared.tokenizer_sha256,

@@ -14,6 +14,7 @@ from rich.console import Console
 from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
+from tunebook.commands.job import plan_job
 from tunebook.commands.preflight import require_runnable
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.launchers import SlurmConfig
@@ -23,8 +24,9 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
+from tunebook.data.sources import begins_with_images
 from tunebook.data.view import summary_lines
-from tunebook.errors import counted
+from tunebook.errors import RequestError, counted
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import is_later_node
 from tunebook.launch.local import join_run
@@ -82,7 +84,10 @@ def run_job(
         check_run_folder(config, folder)
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
-    prepared = prepare_data(config, console)
+    job, prepared = with_data(job, console)
+    if job.config is not config:
+        require_runnable(job)
+        config = job.config
     clock.passed("data")
     print_lines(summary_lines(prepared), console)
     part = prepared.train
@@ -116,6 +121,19 @@ def run_job(
                 return attempt.carry_out()
     # The job holds the folder from here on.
     return follow(job_id, folder, console) if config.launcher.wait else 0
+
+
+def with_data(job: Draft, console: Console) -> tuple[Draft, Prepared]:
+    """The job and its data. It is planned again if its choices are wrong for images that only the preparation found."""
+    was_known = begins_with_images(job.config.dataset)
+    try:
+        return job, prepare_data(job.config, console)
+    except RequestError:
+        if was_known or not begins_with_images(job.config.dataset):
+            raise
+    print_text("the documents have images: auto chooses again", console)
+    job = plan_job(job.recipe, job.overrides, job.recipes_dirs)
+    return job, prepare_data(job.config, console)
 
 
 def prepare_data(config: RunConfig, console: Console) -> Prepared:

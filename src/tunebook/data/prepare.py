@@ -36,7 +36,7 @@ from tunebook.data.prepared import (
     write_prepared,
 )
 from tunebook.data.problems import Skipped
-from tunebook.data.sources import corpus_identity, load_corpus
+from tunebook.data.sources import corpus_identity, load_corpus, note_images
 from tunebook.errors import DataError, RequestError, TunebookError
 from tunebook.facts.architectures import IMAGE_MASK_ARCHITECTURES, PACKED_IMAGE_ARCHITECTURES
 from tunebook.facts.attention import attention_facts
@@ -181,6 +181,7 @@ def require_images(config: RunConfig, has_images: bool) -> None:
                 problem_id="train-without-images",
             )
         return
+    note_images(config.dataset)
     facts = config.model.facts
     if facts is not None and facts.architecture.endswith("ForCausalLM"):
         raise RequestError(

@@ -257,12 +257,21 @@ _first_images: dict[str, FirstImages] = {}  # in this process, by the configurat
 def first_images(config: DatasetConfig) -> FirstImages | None:
     """The images of the first documents, read as for training but never downloaded; None if no file is at hand."""
     files = _first_files(config)
-    if not files:
-        return None
-    key = repr([config, *((file, file.stat().st_mtime_ns) for file in files.values())])
-    if key not in _first_images:
+    key = _key_of(config, files)
+    if files and key not in _first_images:
         _first_images[key] = _images_of_first(config, files)
-    return _first_images[key]
+    return _first_images.get(key)
+
+
+def note_images(config: DatasetConfig) -> None:
+    """Remember that the documents have images, as their preparation found, for what is planned after it."""
+    first = first_images(config)
+    sizes = [] if first is None else first.sizes
+    _first_images[_key_of(config, _first_files(config))] = FirstImages(are_there=True, sizes=sizes)
+
+
+def _key_of(config: DatasetConfig, files: dict[str, Path]) -> str:
+    return repr([config, *((file, file.stat().st_mtime_ns) for file in files.values())])
 
 
 def begins_with_images(config: DatasetConfig) -> bool:
