@@ -124,13 +124,17 @@ def run_job(
 
 
 def with_data(job: Draft, console: Console) -> tuple[Draft, Prepared]:
-    """The job and its data. It is planned again if its choices are wrong for images that only the preparation found."""
-    was_known = begins_with_images(job.config.dataset)
+    """The job and its data. It is planned again where only the preparation found images, which `auto` depends on."""
+    dataset = job.config.dataset
+    was_known = begins_with_images(dataset)
     try:
-        return job, prepare_data(job.config, console)
+        prepared = prepare_data(job.config, console)
     except RequestError:
-        if was_known or not begins_with_images(job.config.dataset):
+        if was_known or not begins_with_images(dataset):
             raise
+    else:
+        if was_known or not begins_with_images(dataset):
+            return job, prepared
     print_text("the documents have images: auto chooses again", console)
     job = plan_job(job.recipe, job.overrides, job.recipes_dirs)
     return job, prepare_data(job.config, console)
