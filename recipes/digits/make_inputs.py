@@ -102,11 +102,13 @@ def write_documents(folder: Path, name: str, numbers: list[int], count: int, rng
         number, colors = rng.choice(numbers), [rng.choice([*COLORS]) for _ in range(2)]
         file = f"images/{name}/{index:05}.png"
         draw(number, colors, rng).save(folder / file)
+        asked = ask(questions(number, colors), rng, is_heldout=name == "heldout")
         turns = []
-        for question, answer in ask(questions(number, colors), rng, is_heldout=name == "heldout"):
+        for question, answer in asked:
             turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         turns[0]["content"] = f"{IMAGE_TOKEN}{turns[0]['content']}"
-        lines.append(json.dumps({"messages": turns, "images": [file]}) + "\n")
+        group = {"task": asked[0][0]} if name == "heldout" else {}  # scores are shown by question, too
+        lines.append(json.dumps({"messages": turns, "images": [file], **group}) + "\n")
     (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

@@ -188,7 +188,7 @@ def test_the_runs_system_prompt_goes_before_conversations_without_one(
     first, second = render_conversations(write_conversations(tmp_path, own, none), "Be brief.", tokenizer)
     assert first["prompt"].startswith("<|im_start|>system\nShout.<|im_end|>\n<|im_start|>user\nhi")
     assert second["prompt"].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
-    assert (first["task"], second["answer"]) == ("all", "hi")
+    assert (first["task"], second["answer"]) == (None, "hi")
 
 
 def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

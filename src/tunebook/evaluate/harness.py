@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
 GROUP_KEY = "task"  # key next to a conversation in its file: the group that its score counts for
-UNGROUPED = "all"  # the group of conversations without that key
 _NO_CACHE = "Couldn't find cache"  # message of `datasets` if it has only another configuration of the data
 _HUB_TIMEOUT_S = 5.0
 
@@ -246,8 +245,8 @@ def with_images(prompt: str, images: Sequence[Mapping[str, Any]], processor: Ima
 
 def read_conversations(
     file: Path, system_prompt: str | None, *, download_images: bool
-) -> list[tuple[Conversation, str]]:
-    """Held-out conversations in any trainable format, each with its group.
+) -> list[tuple[Conversation, str | None]]:
+    """Held-out conversations in any trainable format, each with its group if it names one.
 
     As in training, `system_prompt` is added to those without one. Raises: DataError with every problem.
     """
@@ -257,7 +256,8 @@ def read_conversations(
     conversations = []
     for number, record in read_records(file, problems, normalizer.account):
         with problems.noted(number):
-            conversations.append((_answered(normalizer.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
+            group = record.get(GROUP_KEY)
+            conversations.append((_answered(normalizer.row(record)), None if group is None else str(group)))
     problems.num_documents = len(conversations)
     problems.raise_if_any()
     if not conversations:
