@@ -52,7 +52,7 @@ whole = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
 def forward_of(model, collator, group):
     return TrainingForward(SimpleNamespace(
-        model=model, model_wrapped=model, _prepare_inputs=lambda inputs: inputs, data_collator=collator,
+        model=model, model_wrapped=model, _prepare_inputs=lambda inputs: inputs, row_collator=collator,
         compute_loss_context_manager=nullcontext,
     ), group)
 

@@ -36,7 +36,7 @@ for is_tied in (True, False):
         fully_shard(part, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     trainer = SimpleNamespace(
         model=model, model_wrapped=model, _prepare_inputs=lambda inputs: inputs,
-        data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
+        row_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
         compute_loss_context_manager=lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
     )
     forward = TrainingForward(trainer)
