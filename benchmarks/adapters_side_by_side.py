@@ -23,13 +23,14 @@ from peer_trl import write_weights
 from peer_unsloth import MODELS
 
 # Overrides of each run of Tunebook.
-_LEAST = ["activation=stored", "activation.memory_budget=0.05", "activation.offload=true"]
+_LEAST = ["activation=stored", "activation.memory_budget=0.05", "activation.offload=true",
+          "training.max_length=3584", "packing.row_length=3584"]  # fmt: skip
 OURS: dict[str, list[str]] = {
     "lora": ["peft=lora", "activation=stored", "activation.memory_budget=0.8"],
-    "lora_least": ["peft=lora", *_LEAST, "training.max_length=4096", "packing.row_length=4096"],
-    "lora_least_8192": ["peft=lora", *_LEAST],
+    "lora_least": ["peft=lora", *_LEAST],
+    "lora_least_8192": ["peft=lora", *_LEAST[:3]],
     "qlora": ["peft=qlora", "activation=stored", "activation.memory_budget=0.8"],
-    "qlora_least": ["peft=qlora", *_LEAST, "training.max_length=4096", "packing.row_length=4096"],
+    "qlora_least": ["peft=qlora", *_LEAST],
     "lora_fp8": ["peft=lora", "precision=fp8", "activation=stored", "activation.memory_budget=0.6"],
 }
 # Names of `OURS`, and modes of `peer_unsloth.py`.
@@ -75,8 +76,6 @@ def run_ours(name: str, timeout_s: float, asked: argparse.Namespace) -> Line:
     results.unlink(missing_ok=True)
     run_peer(command, folder / "gpu_runs.txt", timeout_s + 30, folders_of())
     line = read_lines(results)[-1] if results.exists() else {"error": last_words(folder / "gpu_runs.txt")}
-    for key in ("memory_gib", "memory_reserved_gib"):
-        line |= {key: max(line[key])} if line.get(key) else {}
     terminal = folder / "logs" / name / "terminal.txt"
     if line.get("exit_code") and terminal.exists():
         line["error"] = last_words(terminal)
@@ -101,6 +100,7 @@ def table(lines: list[Line]) -> str:
     rows = [f"{'':30}{'tokens/s':>10}{'GiB':>10}{'reserved':>10}{'1st step':>10}{'last loss':>10}"]
     for line in lines:
         cells = [line.get(column) for column in _COLUMNS] + (line.get("losses") or [None])[-1:]
+        cells = [max(cell) if isinstance(cell, list) else cell for cell in cells]  # of several ranks
         rows.append(f"{line['name']:30}" + "".join(f"{'-' if cell is None else f'{cell:,.2f}':>10}" for cell in cells))
     return "\n".join(rows)
 

@@ -31,7 +31,8 @@ from tunebook.plan.memory import estimate_memory
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 FILES = (
-    "h200_memory", "h200_quantised", "h200x2_architectures", "h200_adapters_side_by_side",  # chosen one by one
+    "h200_memory", "h200_memory_budget", "h200_quantised", "h200x2_architectures",  # chosen one by one
+    "h200_adapters_side_by_side", "h200_frozen_fp8",
     "h200x2_held_out", "h100_held_out", "h100x2_held_out",  # drawn by `gpu_draw.py`, and planned before they ran
 )  # fmt: skip
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]  # where a run does not say it
@@ -68,6 +69,8 @@ def recorded_runs(models: Path, files: Iterable[str] = FILES) -> Iterator[Record
             if "memory_gib" not in line or "overrides" not in line:  # of a peer
                 continue
             words = [*_H200, *line["overrides"], *line.get("resolved", ()), *model_words(line, models)]
+            if any(word.startswith("model=/") for word in words):  # weights written for the run, of a model of the book
+                words.append(f"model={line['model']}")
             yield RecordedRun(
                 file=file,
                 name=line["name"],
