@@ -12,12 +12,12 @@ Models that are not in the book are planned from a config.json, as a user's own 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 
 from gpu_models import model_words
 from lines import read_lines
@@ -49,7 +49,8 @@ class RecordedRun:
     words: list[str]  # overrides
     accumulates: bool  # several passes per optimizer step
     allocated_gib: float  # peak of the rank with the highest
-    reserved_gib: float  # what torch's allocator held of the GPU at most
+    reserved_gib: float | None  # what torch's allocator held of the GPU at most
+    tokens_per_second: float | None  # of a GPU: real tokens, the median after the first steps
 
     def config(self) -> RunConfig:
         """The resolved configuration, as it was run."""
@@ -69,7 +70,8 @@ def recorded_runs(models: Path, files: Iterable[str] = FILES) -> Iterator[Record
             if "memory_gib" not in line or "overrides" not in line:  # of a peer
                 continue
             words = [*_H200, *line["overrides"], *line.get("resolved", ()), *model_words(line, models)]
-            if any(word.startswith("model=/") for word in words):  # weights written for the run, of a model of the book
+            speed = line.get("tokens_per_second_per_gpu")
+            if any(word.startswith("model=/") for word in line["overrides"]):  # weights written for the run
                 words.append(f"model={line['model']}")
             yield RecordedRun(
                 file=file,
@@ -78,7 +80,8 @@ def recorded_runs(models: Path, files: Iterable[str] = FILES) -> Iterator[Record
                 words=[*{word.partition("=")[0]: word for word in words}.values()],  # Hydra takes a key only once
                 accumulates=line.get("accumulation", 1) > 1,
                 allocated_gib=max(line["memory_gib"]),
-                reserved_gib=max(line["memory_reserved_gib"]),
+                reserved_gib=max(line.get("memory_reserved_gib", ()), default=None),
+                tokens_per_second=mean(speed) if isinstance(speed, list) else speed,  # of equal runs
             )
 
 
@@ -97,9 +100,9 @@ def main(words: list[str] | None = None) -> int:
             errors.append(planned / run.allocated_gib - 1)
             print(
                 f"{run.file:20} {run.name:46} planned {planned:7.2f} measured {run.allocated_gib:7.2f} "
-                f"{errors[-1]:+7.1%}  reserved {run.reserved_gib:7.2f}"
+                f"{errors[-1]:+7.1%}  reserved {run.reserved_gib or 0:7.2f}"
             )
-    typical = statistics.median(map(abs, errors))
+    typical = median(map(abs, errors))
     print(f"{len(errors)} runs: median error {typical:.1%}, from {min(errors):+.1%} to {max(errors):+.1%}")
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tunebook.config.model_facts import ModelFacts
@@ -29,6 +31,8 @@ def test_flops_of_a_token_and_their_share_of_the_peak_by_hand() -> None:
     assert flops_per_token(qwen_3b(), attended_length=1000) == 18_515_632_128 + 442_368_000
     # Frozen weights count four: 4 x 3,085,938,688 + 2 x 1,000,000 = 12,345,754,752.
     assert flops_per_token(qwen_3b(), attended_length=0, num_trained_parameters=1_000_000) == 12_345_754_752
+    untied = replace(qwen_3b(), tie_word_embeddings=False)
+    assert flops_per_token(untied, attended_length=0) == 6 * (3_085_938_688 - 151_936 * 2048)  # a look-up is no product
     # 26,000 tokens/s x 19 GFLOP = 494 TFLOP/s of 988.
     assert model_flops_utilization(26_000, 19e9, peak_tflops=988) == pytest.approx(0.5)
 

@@ -87,7 +87,7 @@ MASKED = PLAIN | {"attention__implementation": Attention.sdpa}
         (MASKED, 0.75 * 0.5),
         ({"activation__checkpointing": Checkpointing.enabled}, 0.8),
         ({"activation__memory_budget": 0.6}, 1),
-        ({"activation__memory_budget": 0.4}, 0.8),
+        ({"activation__memory_budget": 0.4}, 0.85),
         (spread(Strategy.ddp), 0.95),
         (spread(Strategy.fsdp), 0.9),
         (spread(Strategy.zero2) | PLAIN, 0.8 * 0.75),

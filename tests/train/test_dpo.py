@@ -264,7 +264,7 @@ def test_validation_counts_every_pair_once(run, dpo):
         assert [line[key] for line in found[2]] == pytest.approx([line[key] for line in found[8]], rel=2e-6, abs=1e-6)
 
 
-def test_best_step_and_early_stop_by_reward_accuracy(run, dpo):
+def test_best_step_and_early_stop_by_reward_accuracy(run, dpo, capsys):
     validated = {"evaluate_every_steps": 1, "save_every_steps": 1, "load_best_at_end": True}
     by = {"best_metric": "validation_reward_accuracy", "early_stopping_patience": 2}
     folder, code, lines = run(dpo(dataset={"validation_share": 0.3}, training={"max_steps": 9} | validated | by))
@@ -273,6 +273,7 @@ def test_best_step_and_early_stop_by_reward_accuracy(run, dpo):
     best = found.index(max(found))
     assert outcome(folder)["best_step"] == best + 1
     assert len(found) == min(9, best + 1 + 2)
+    assert f"reward accuracy {found[0]:.4f}" in capsys.readouterr().out
 
 
 def test_batch_of_pairs_is_laid_out_as_trl_does():

@@ -20,7 +20,8 @@ def attended_length_tokens(document_lengths: Iterable[int]) -> float:
 def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_parameters: int | None = None) -> float:
     """Floating-point operations that training on one token needs: 6 x parameters + attention.
 
-    Of a mixture of experts the parameters are those that a token is computed with.
+    Of a mixture of experts the parameters are those that a token is computed with. Embeddings that are only looked up,
+    because the output head has a weight of its own, do not count.
 
     Products with the weights: 2 operations per parameter forward, 2 backward for the gradient of the input, and 2 for
     the gradient of the weight where it is trained: 4 x all + 2 x trained. That is 6 x parameters in a full fine-tune;
@@ -36,7 +37,7 @@ def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_param
     Not counted: norms, softmax, and activations computed twice under checkpointing, so that MFU measures useful work;
     and the states of layers with linear attention, of which only the products with weights count.
     """
-    active = active_parameters(facts)
+    active = active_parameters(facts) - (0 if facts.tie_word_embeddings else facts.vocab_size * facts.hidden_size)
     weights = 4 * active + 2 * (active if num_trained_parameters is None else num_trained_parameters)
     return weights + attention_flops_per_token(facts, attended_length)
 

@@ -175,8 +175,8 @@ def _factors(
     if is_recomputed(config):
         yield 0.8, "layers are recomputed (h200_selective.jsonl)"
     if _recomputes_products(config):
-        source = "h200_adapter_variants.jsonl"
-        yield 0.8, f"activation.memory_budget={config.activation.memory_budget:g} recomputes products ({source})"
+        source = "h200_memory_budget.jsonl"
+        yield 0.85, f"activation.memory_budget={config.activation.memory_budget:g} recomputes products ({source})"
     if method_facts(config).has_reference and config.peft.method is not PeftMethod.full:
         yield 0.67, "the base computes each pair, too: one of three passes"
     yield from _factors_of_strategy(config)

@@ -182,7 +182,8 @@ class Records(TrainerCallback):
             line = {"validation_loss": loss, "validation_tokens": int(logs["eval_validation_tokens"])}
             line |= {name: logs[f"eval_{name}"] for name in (f"validation_{metric}" for metric in self.metrics)}
             if is_writing:
-                self._progress.validated(step, loss)
+                first = {name.replace("_", " "): line[f"validation_{name}"] for name in [*self.metrics][:1]}
+                self._progress.validated(step, {"loss": loss} | first)
         else:
             return  # the summary at the end
         if self.folder is not None:

@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import datasets
@@ -45,9 +46,10 @@ class Progress:
             speed = f"{tokens_per_second:,.0f} tokens/s"
             print(f"step {step}/{self._total}  loss {loss:.4f}  {speed}  {left:,.0f} s left", flush=True)
 
-    def validated(self, step: int, loss: float) -> None:
-        """Show a validation loss."""
-        print(f"step {step}  validation loss {loss:.4f}", flush=True)
+    def validated(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Show numbers of a validation by their names, the loss first."""
+        texts = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+        print(f"step {step}  validation {texts}", flush=True)
 
 
 def set_up_libraries() -> None:

@@ -25,8 +25,8 @@ _FULL_COMPILED_ROW_TOKENS = 32_768
 # it. LoRA did not gain in rows of 8,192 tokens and more.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
-# Of compiled blocks. On an H200 (Llama 3.1 8B, adapters) 0.6 had 99% of the speed of 1, 0.4 had 84%, 0.2 had 81%, and
-# layers recomputed whole about 60%.
+# Of compiled blocks. On an H200 0.6 had 97 to 99% of the speed of 1, 0.4 had 95%, 0.2 had 85 to 88%
+# (h200_memory_budget.jsonl), and layers recomputed whole 68 to 83%.
 _BUDGETS = (1.0, 0.8, CHEAP_BUDGET, 0.4, 0.2)
 
 
@@ -145,5 +145,5 @@ def _memory_budget(config: RunConfig, *, is_open: bool) -> tuple[float, str]:
     highest = _highest_budget(config) if is_open else None
     if highest is None or highest == 1:
         return 1.0, "all that the compiler keeps"
-    cost = "1 to 3%" if highest >= CHEAP_BUDGET else "about a fifth"
+    cost = "1 to 3%" if highest >= CHEAP_BUDGET else "5 to 15%"
     return highest, f"the highest of {', '.join(map(str, _BUDGETS))} that fits; costs {cost} of the speed"
