@@ -25,7 +25,8 @@ from tunebook.plan.auto.decisions import AS_ASKED
 
 WARM_UP_STEPS = 10  # left out of the median speed: compiled layers meet their shapes in these
 _RESOLVED = ("model.one_pass_head", "model.compile_layers", "precision.master_weights")  # change what a step computes
-_KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json")
+_KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json", "contamination.json",
+         "outcome-*.json", "logs/*.log", "evaluation/*.json")  # fmt: skip
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # the third request makes Tunebook kill its ranks
 _SCORE = ("metric", "value", "stderr", "num_items")
 _TICK_S = 0.05
@@ -140,11 +141,10 @@ class GpuQueue:
         self.running.remove(run)
         now, job = time.monotonic(), run.job
         kept, folder = self.output / "logs" / job.name, self.runs / job.name
-        for name in _KEPT:
-            if (folder / name).exists():
-                shutil.copy(folder / name, kept / name)
-        for file in [*folder.glob("outcome-*.json"), *folder.glob("logs/*.log"), *folder.glob("evaluation/*.json")]:
-            shutil.copy(file, kept / file.name)
+        for file in (file for pattern in _KEPT for file in folder.glob(pattern)):  # `tunebook verify` reads them there
+            place = kept / file.relative_to(folder)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy(file, place)
         line = {"name": job.name, "gpus": len(job.gpus), **job.line, "exit_code": exit_code}
         line |= {"ended": run.ended} if run.ended else {}
         line |= {"wall_s": round(now - run.started, 1)}
@@ -189,7 +189,7 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
     for line in recorded:  # the last counts
         found |= {key: value for key, value in line.items() if key.startswith("validation_")}
     for when in ("before", "after"):
-        if (file := folder / f"{when}.json").exists():
+        if (file := folder / "evaluation" / f"{when}.json").exists():
             tasks = json.loads(file.read_text())["tasks"]
             found[when] = {name: {key: task[key] for key in _SCORE if key in task} for name, task in tasks.items()}
     lines = [line for line in recorded if "loss" in line]
