@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import re
 import shutil
@@ -191,8 +192,8 @@ def test_links_lead_somewhere():
     assert found > 30
 
 
-def test_the_figure_is_what_its_script_draws(monkeypatch):
+@pytest.mark.parametrize("name", ["flow", "results"])
+def test_the_figures_are_what_their_scripts_draw(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import flow
-
-    assert (ROOT / "docs" / "flow.svg").read_text() == flow.draw(), "type: python docs/flow.py"
+    drawn = importlib.import_module(name).draw()
+    assert (ROOT / "docs" / f"{name}.svg").read_text() == drawn, f"type: python docs/{name}.py"
