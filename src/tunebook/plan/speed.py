@@ -195,7 +195,7 @@ def _factors_of_strategy(config: RunConfig) -> Iterator[tuple[float, str]]:
         lost = 0.5 if strategy.is_zero3 else 0.8 if strategy.is_zero else 0.9 if strategy.is_fsdp else 0.95
         yield lost, f"{name} (h200x4_speed.jsonl)"
     if uses_nvme(config):
-        yield 0.01, "states on NVMe (h200x2_recipes.jsonl)"
+        yield 0.005, "states on NVMe (h200x2_recipes.jsonl)"
     elif offloaded_states(config):
         factor = 0.15 if config.peft.method is PeftMethod.full else 0.5
         yield factor, "states in host memory, known to a factor of three only (h200x2_book_held_out.jsonl)"
