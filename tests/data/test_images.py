@@ -133,6 +133,7 @@ def test_templates_for_other_fields_name_the_place_of_an_image(qwen_folder: Path
         lambda folder: asked([{"type": "image", "path": str(folder / "pictures" / "a.png")}, WHAT]),
         lambda folder: asked([{"type": "image_url", "image_url": {"url": data_url(folder)}}, WHAT]),
         lambda folder: asked([{"type": "input_image", "image_url": data_url(folder)}, WHAT]),
+        lambda folder: asked([{"type": "image", "base64": data_url(folder).partition(",")[2]}, WHAT]),
         lambda folder: asked([{"type": "image"}, WHAT], images=["pictures/a.png"]),
         lambda folder: asked("<image>What?", images=[{"path": "pictures/a.png", "bytes": None}]),
         lambda folder: asked("<image>What?", image="pictures/a.png"),
@@ -199,7 +200,8 @@ DRAWN = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": 
         (asked("<image>What?", images=["text.png"]), "data-image", ["no image that Pillow knows"]),
         (asked("<image>What?", images=["half.png"]), "data-image", ["half.png", "broken"]),
         (asked("<image>What?", images=["large.png"]), "data-image", ["too large", "10,000 x 10,000"]),
-        (asked("<image>What?", images=["huge.png"]), "data-image", ["too large"]),
+        (asked("<image>What?", images=["huge.png"]), "data-image", ["too large", "89,478,485 pixels"]),
+        (asked("<image>What?", image_path="a.png"), "data-media", ["'image_path'", "under 'images'"]),
         (asked("<image>What?", images=["thin.png"]), "data-image", ["image 1 of the document", "1 x 300"]),
         (asked("<image>What?", images=["https://example.com/a.png"]), "data-image-url", ["download_images=true"]),
         (asked("<image>What?", images=["data:image/png;base64,%%"]), "data-image", ["broken data URL"]),
@@ -263,6 +265,24 @@ def test_images_that_moved_are_found_at_their_new_place(data: Make, qwen_folder:
     moved = prepare(replace(config, dataset=replace(config.dataset, path=str(path))))
     assert moved.content_sha256 == first.content_sha256
     open_image(moved.train.load()[0][IMAGES][0])
+
+
+def test_transparent_images_are_on_white_and_16_bits_become_8(family_folder: Path, tmp_path: Path) -> None:
+    processor = load_image_processor(
+        ModelConfig(path=str(family_folder)), load_tokenizer(ModelConfig(path=str(family_folder)))
+    )
+    image = draw_image(0, 60, 40).convert("RGBA")
+    image.putalpha(draw_image(1, 60, 40).convert("L"))
+    image.save(tmp_path / "a.png")
+    theirs = processor.pixels([image])
+    assert all(
+        torch.equal(theirs[name], value)
+        for name, value in processor.pixels([open_image(f"- {tmp_path}/a.png")]).items()
+    )
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert open_image(f"- {tmp_path}/clear.png").getpixel((0, 0)) == (255, 255, 255)
+    Image.new("I;16", (4, 4), 51 * 257).save(tmp_path / "gray.png")
+    assert open_image(f"- {tmp_path}/gray.png").getpixel((0, 0)) == (51, 51, 51)
 
 
 def test_larger_images_are_scaled_down(data: Make, qwen_folder: Path) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.data.problems import DocumentError, is_empty, type_name
 from tunebook.data.special_tokens import Span, any_of, substitute
-from tunebook.data.turns import IMAGE, Turn
+from tunebook.data.turns import IMAGE, IMAGE_PART_KEYS, Turn
 from tunebook.errors import DataError, counted
 from tunebook.files import atomic_write_bytes, cache_root
 
@@ -39,6 +39,7 @@ _MOST_PIXELS = 89_478_485  # Pillow's own limit against files that would fill th
 _MOST_BYTES = 100 * 2**20  # of a download
 _DOWNLOAD_TIMEOUT_S = 30
 _LONGEST_EDGE = 256  # pixels of a thumbnail
+_LONGEST_NAME = 200  # characters of a file's name in a message
 _BAD = "data-image"
 
 
@@ -96,7 +97,10 @@ class ImageReader:
                     problem_id=_BAD,
                 )
             path = self.folder / path
-        return None, str(path), path
+        name = str(path)
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[:_LONGEST_NAME]}... (an image in base64 begins with data:image/png;base64,)"
+        return None, name, path
 
     def _checked(self, data: bytes, name: str, place: str, file: Path | None) -> dict[str, Any]:
         digest = hashlib.sha256(data).hexdigest()
@@ -128,7 +132,9 @@ def check_image(data: bytes, name: str, place: str) -> Size:
     except DocumentError:
         raise
     except Image.DecompressionBombError as error:
-        raise DocumentError(f"{place} is too large: {name}: {error}", problem_id=_BAD) from error
+        raise DocumentError(
+            f"{place} is too large: {name} has more than {_MOST_PIXELS:,} pixels; scale it down", problem_id=_BAD
+        ) from error
     except Exception as error:  # Pillow raises anything for a broken file
         is_known = not isinstance(error, UnidentifiedImageError)
         reason = f"broken: {error}" if is_known else "no image that Pillow knows"
@@ -142,11 +148,17 @@ def reference_to(image: Mapping[str, Any]) -> str:
 
 
 def open_image(reference: str) -> Image:
-    """The image of a prepared document, `SHA256 PATH`, in RGB, upright as its EXIF data say."""
+    """The image of a prepared document, `SHA256 PATH`, in RGB on white, upright as its EXIF data say."""
     from PIL import Image, ImageOps
 
-    with Image.open(reference.partition(" ")[2]) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+    with Image.open(reference.partition(" ")[2]) as opened:
+        image = ImageOps.exif_transpose(opened)
+    if image.mode.startswith("I;16"):  # gray in 16 bits, of which `convert` makes white
+        image = image.point(lambda value: value / 257)
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def thumbnail(reference: str) -> str:
@@ -180,7 +192,8 @@ def place_images(turns: list[Turn], record: Mapping[str, Any], images: ImageRead
         raise DocumentError(
             f"it names {counted(len(waiting), 'image')} under '{keys[0] if keys else 'images'}', and its turns have "
             f"{counted(num_marks, 'mark')} ({marks or 'none'}); each image needs one, {MARK} in a text or a part of "
-            "type image without a value",
+            f"type image without a value (under {', '.join(IMAGE_PART_KEYS)}). Where {MARK} is meant as text, name all "
+            "images in such parts",
             problem_id="data-image-marks",
         )
     for number, turn in enumerate(turns, 1):
@@ -190,7 +203,7 @@ def place_images(turns: list[Turn], record: Mapping[str, Any], images: ImageRead
         if turn["role"] == "assistant":
             raise DocumentError(
                 f"turn {number} (assistant) has an image, and the model answers in text; images belong to turns of the "
-                "user and of tools",
+                "user, of tools and of the system",
                 problem_id=_BAD,
             )
         values = [waiting.pop(0) if value is None else value for value in turn["images"]]
@@ -247,7 +260,8 @@ def _with_marks(turn: Turn, number: int) -> Turn:
         return turn
     if turn.get("images"):
         raise DocumentError(
-            f"turn {number} ({turn['role']}) has {MARK} in its text and parts that are images; keep one of the ways",
+            f"turn {number} ({turn['role']}) has {MARK} in its text and parts that are images; keep one of the ways: "
+            f"where {MARK} is meant as text, name all images of the document in such parts",
             problem_id="data-image-marks",
         )
     return turn | {"content": content.replace(MARK, IMAGE), "images": [None] * content.count(MARK)}

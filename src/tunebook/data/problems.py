@@ -148,9 +148,10 @@ def _refuse_marks(record: Mapping[str, Any], left_out: Collection[str]) -> None:
         if media is None or is_empty(record[key]):
             continue
         if mark := re.search(rf"<\|?{media.group()}[\w|]*>", str(record), re.IGNORECASE):
+            is_image = mark.group() == "<image>" and key not in ("image", "images")
+            way = "name images under 'images'" if is_image else "remove such documents, or the mark from their texts"
             raise DocumentError(
-                f"its text holds {mark.group()}, the place of what {key!r} names, which cannot be trained on; remove "
-                "such documents, or the mark from their texts",
+                f"its text holds {mark.group()}, the place of what {key!r} names, which would not be trained on; {way}",
                 problem_id="data-media",
             )
 

@@ -45,6 +45,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking", "reasoning_content")
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_PART_KEYS = (*_IMAGE_PARTS, "url", "path", "bytes", "base64")  # the image of a part is under one of them
 _MEDIA_PARTS = ("image", "audio", "video", "file", "document")
 _PARTS = (*_TEXT_PARTS, *_IMAGE_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
 _PART_VALUES = ("text", "value", "content", "thinking", "reasoning")
@@ -205,8 +206,8 @@ def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[
             raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
         kind = str(part.get("type", "text")).lower()
         if kind in _IMAGE_PARTS:
-            named = (part[key] for key in (*_IMAGE_PARTS, "url", "path", "bytes") if part.get(key) is not None)
-            images.append(next(named, None))
+            key = next((key for key in IMAGE_PART_KEYS if part.get(key) is not None), "image")
+            images.append(f"data:image;base64,{part[key]}" if key == "base64" else part.get(key))
             text += IMAGE
             continue
         if any(name in kind for name in _MEDIA_PARTS):

@@ -108,7 +108,7 @@ def load_image_processor(
         raise RequestError(
             f"there are images, and {folder} has no processor for them that can be used "
             f"({first_line(error)}); name a model that reads images, with its preprocessor_config.json, such as "
-            "model=qwen25_vl_3b, or train without the images: dataset.ignore_keys=[images]",
+            "model=qwen25_vl_3b, or data without images",
             problem_id="model-without-images",
         ) from error
     return ImageProcessor(processor, max_pixels, (model, tokenizer, max_pixels))
