@@ -154,6 +154,15 @@ def test_a_missing_image_is_refused_with_its_line(qwen: Path, task_of: Callable[
         require_tasks([str(task)])  # before a training
 
 
+def test_a_model_without_a_processor_is_refused_before_its_template(qwen: Path, task_of: Callable[..., Path]) -> None:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (qwen / name).unlink()
+    (qwen / "chat_template.jinja").write_text("{{ messages[0].content + '?' }}")
+    with pytest.raises(RequestError) as caught:
+        evaluated(qwen, task_of(WRITTEN))
+    assert caught.value.problem_id == "model-without-images"
+
+
 def test_images_in_the_harness_own_way_are_refused(qwen: Path, task_of: Callable[..., Path]) -> None:
     task = task_of(WRITTEN)
     settings = {key: value for key, value in WRITTEN.items() if key != "metadata"}

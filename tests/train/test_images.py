@@ -155,6 +155,15 @@ def test_a_resumed_run_ends_with_the_same_bits(qwen, picture_documents, run, tmp
     assert processor.text_of_size((60, 40)).startswith("<|image_pad|>"), "a trained model reads images on its own"
 
 
+def test_a_model_for_images_keeps_its_processor_where_the_data_is_text(qwen, run, tmp_path):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    (tmp_path / "text.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 2)
+    config = image_config(qwen, tmp_path / "text.jsonl")
+    folder, code, _ = run(config)
+    assert code == 0
+    assert load_image_processor(ModelConfig(path=str(folder / "model")), load_tokenizer(config.model)).token_ids
+
+
 @pytest.mark.parametrize(
     ("parts", "peft", "changed"),
     [

@@ -212,7 +212,11 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
         return config
     assert settings is not None
     items = render_conversations(
-        task.conversations, settings.system_prompt, settings.tokenizer, download_images=settings.download_images
+        task.conversations,
+        settings.system_prompt,
+        settings.tokenizer,
+        download_images=settings.download_images,
+        load_processor=settings.load_processor,
     )
     prompts = [item["prompt"] for item in items]
     if "images" in items[0]:
@@ -268,7 +272,12 @@ def read_conversations(
 
 
 def render_conversations(
-    file: Path, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase, *, download_images: bool = False
+    file: Path,
+    system_prompt: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    download_images: bool = False,
+    load_processor: Callable[[], ImageProcessor] | None = None,
 ) -> list[dict[str, Any]]:
     """Render documents with the keys `prompt`, `answer` (a conversation's last turn), `task` (its group), and `images`.
 
@@ -280,6 +289,8 @@ def render_conversations(
     conversations = read_conversations(file, system_prompt, download_images=download_images)
     renderer = ConversationRenderer(tokenizer)
     has_images = any(talk.images() for talk, _ in conversations)
+    if has_images and load_processor is not None:
+        load_processor()  # a model of text alone is refused here, and not by its template
     items = []
     for talk, group in conversations:
         last = talk.messages[-1]

@@ -318,13 +318,10 @@ def auto_class(architecture: PretrainedConfig) -> Any:
 
 
 def is_image_class(name: str) -> bool:
-    """Whether `auto_class` loads this class as one of images and text."""
+    """Whether a class of transformers is one of images and text; Gemma 3's is also loaded as one of text."""
     from transformers.models.auto import modeling_auto as names
 
-    return (
-        name in names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-        and name not in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    )
+    return name in names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
 
 def known_classes() -> list[tuple[str, str]]:

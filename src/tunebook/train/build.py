@@ -36,11 +36,12 @@ from tunebook.model.blocks import compile_layers, text_blocks, transformer_block
 from tunebook.model.four_bit import replace_four_bit
 from tunebook.model.fp8 import convert_frozen_to_fp8, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
-from tunebook.model.load import begin_loading, finish_loading
+from tunebook.model.load import begin_loading, finish_loading, is_image_class
 from tunebook.model.offloading import Copies, offload_activations
 from tunebook.model.positions import position_by_document
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, trainer_tokenizer
+from tunebook.model.tokenizer_files import processor_files, tokenizer_folder
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
@@ -95,6 +96,8 @@ def build_trainer(
         row_multiple=row_multiple(config),
         saver=_saver(config, folder, prepared),
     )
+    if is_image_class(type(model).__name__):  # also where the data is text alone
+        trainer.processor_files = processor_files(tokenizer_folder(config.model))
     fp8_layers = _finish_layers(config, model, trainer)
     clock.passed("trainer")
     trainer.add_callback(StartRecord(clock, folder))

@@ -108,7 +108,10 @@ def test_a_card_of_a_model_for_images_loads_its_class(card: Any, lora_run: Path)
     text = card(3, run=lora_run, is_adapter=True)
     assert "base = AutoModelForImageTextToText.from_pretrained(" in text
     assert "PeftModel.from_pretrained(base, folder)" in text and "CausalLM" not in text
-    assert "AutoModelForImageTextToText.from_pretrained(folder)" in card(3, run=lora_run)
+    whole = card(3, run=lora_run)
+    assert "AutoModelForImageTextToText.from_pretrained(folder)" in whole
+    assert "AutoProcessor.from_pretrained(folder)" in whole and "photo.jpg" in whole
+    assert yaml.safe_load(whole.split("---")[1])["pipeline_tag"] == "image-text-to-text"
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks transformers for it

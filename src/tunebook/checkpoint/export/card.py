@@ -42,7 +42,7 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
     header = ModelCardData(
         library_name="peft" if origin.is_adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if _is_of_images(config) else "text-generation",
         tags=["tunebook", config.method.name],
         base_model=config.model.name,
     )
@@ -58,26 +58,36 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _is_of_images(config: RunConfig) -> bool:
+    return config.model.facts is not None and is_image_class(config.model.facts.architecture)
+
+
 def _usage(origin: ExportOrigin, config: RunConfig) -> str:
     """Python code that loads the folder and generates an answer."""
     model_class, package = "AutoModelForCausalLM", "transformers"
-    is_of_images = config.model.facts is not None and is_image_class(config.model.facts.architecture)
+    is_of_images = _is_of_images(config)
+    reader, read_by, text = "tokenizer", "AutoTokenizer", ""
     if is_of_images:
         model_class = "AutoModelForImageTextToText"
+        reader, read_by, text = "processor", "AutoProcessor", "text="
     elif origin.is_adapter:
         model_class, package = "AutoPeftModelForCausalLM", "peft"
     keywords = "".join(f", {key}={value!r}" for key, value in origin.base_keywords.items() if origin.is_adapter)
-    inputs = 'tokenizer("...", return_tensors="pt")'
+    inputs = f'{reader}({text}"...", return_tensors="pt")'
     if origin.chat_template_sha256 is not None:
-        turns = [{"role": "user", "content": "..."}]
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "..."}]
         if config.dataset.system_prompt is not None:
             turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
         options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-        inputs = f"tokenizer.apply_chat_template({turns}, {options})"
+        if is_of_images:  # processors read contents in parts
+            turns = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+            turns[-1]["content"].insert(0, {"type": "image", "path": "photo.jpg"})
+            options = f"tokenize=True, {options}"
+        inputs = f"{reader}.apply_chat_template({turns}, {options})"
     load = f"model = {model_class}.from_pretrained(folder{keywords})"
-    imports = f"from {package} import {model_class}\nfrom transformers import AutoTokenizer"
+    imports = f"from {package} import {model_class}\nfrom transformers import {read_by}"
     if is_of_images and origin.is_adapter:  # PEFT has no class for it
-        imports = f"from peft import PeftConfig, PeftModel\nfrom transformers import {model_class}, AutoTokenizer"
+        imports = f"from peft import PeftConfig, PeftModel\nfrom transformers import {model_class}, {read_by}"
         load = (
             f"base = {model_class}.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path"
             f"{keywords})\nmodel = PeftModel.from_pretrained(base, folder)"
@@ -85,11 +95,11 @@ def _usage(origin: ExportOrigin, config: RunConfig) -> str:
     return f"""{imports}
 
 folder = "."  # or this model's name on the hub
-tokenizer = AutoTokenizer.from_pretrained(folder)
+{reader} = {read_by}.from_pretrained(folder)
 {load}
 inputs = {inputs}
 answer = model.generate(**inputs, max_new_tokens=256)
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+print({reader}.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
 
 
 def _scores(evaluations: list[dict[str, Any]]) -> str:

@@ -16,7 +16,6 @@ from trl import SFTConfig, SFTTrainer
 
 from tunebook.errors import RequestError
 from tunebook.model.processor import load_image_processor
-from tunebook.model.tokenizer_files import processor_files, tokenizer_folder
 from tunebook.train.image_batches import IMAGE_WORKERS, ImageCollator, needs_image_in_each
 from tunebook.train.methods.trainer import MethodTrainer, Run
 from tunebook.train.one_pass_head import one_pass_head
@@ -35,7 +34,6 @@ def build(run: Run, **arguments: Any) -> RecipeTrainer:
         config, tokenizer = run.config, arguments["processing_class"]
         processor = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
         trainer.num_loader_workers = IMAGE_WORKERS
-        trainer.processor_files = processor_files(tokenizer_folder(config.model))
         needs_image = needs_image_in_each(config)
         trainer.data_collator = ImageCollator(trainer.data_collator, processor, needs_image=needs_image)
     return trainer
