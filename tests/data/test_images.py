@@ -313,6 +313,8 @@ def test_a_long_document_is_cut_before_an_image(data: Make, qwen_folder: Path) -
     second = [place for place, id in enumerate(whole["input_ids"]) if id == token][8]
     (cut,) = prepared(data(qwen_folder, [document], max_length=second + 5))
     assert cut["input_ids"] == whole["input_ids"][:second] and cut[IMAGES] == whole[IMAGES][:1]
+    everything = data(qwen_folder, [document], max_length=40, train_on=TrainOn.everything)
+    assert not prepared(everything)[0][IMAGES] and not prepare(everything).train.counts.contents
     with pytest.raises(DataError) as caught:
         prepare(data(qwen_folder, [document], max_length=second + 5, overlong=Overlong.split))
     assert caught.value.problem_id == "document-too-long"
@@ -396,6 +398,12 @@ def test_images_are_fetched_only_if_asked_for(data: Make, qwen_folder: Path, tmp
             missing = data(qwen_folder, [asked("<image>What?", images=[url])], download_images=True)
             with pytest.raises(DataError, match="cannot be fetched"):
                 prepare(missing)
+        (tmp_path / "data" / "pictures" / "late.png").write_text("come back later")
+        late = data(qwen_folder, [asked("<image>What?", images=[f"{urls[0][:-5]}late.png"])], download_images=True)
+        with pytest.raises(DataError, match="no image"):
+            prepare(late)
+        draw_image(2, 40, 40).save(tmp_path / "data" / "pictures" / "late.png")
+        prepare(late)
         server.shutdown()
         thread.join()
 

@@ -164,6 +164,8 @@ class ChunkEncoder:
                     counts.skipped.add(error.message.removeprefix(f"{row['origin']}: "), row["origin"])
         kept = [piece for document in documents for piece in self._fit(document, counts)]
         counts.num_read, counts.num_documents = len(documents), len(kept)
+        if num_with_images := sum(bool(document.images) for document in kept):
+            counts.contents["with images"] = num_with_images
         counts.num_tokens = sum(len(document.input_ids) for document in kept)
         counts.num_trained_tokens = sum(document.num_trained for document in kept)
         counts.num_tokens_lost = sum(len(document.input_ids) for document in documents) - counts.num_tokens

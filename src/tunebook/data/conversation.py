@@ -17,7 +17,6 @@ from tunebook.config.choices import Reasoning
 from tunebook.data.corpus import Row
 from tunebook.data.turns import IMAGE, REASONING_KEYS, texts_in
 
-WITH_IMAGES = "with images"  # in `Conversation.contents`
 Messages = Sequence[dict[str, Any]]
 Map = Callable[[str], str]
 
@@ -46,12 +45,11 @@ class Conversation:
         )
 
     def contents(self) -> list[str]:
-        """What it has besides plain turns."""
+        """What it has besides plain turns and images."""
         answers = [turn for turn in self.messages if turn["role"] == "assistant"]
         has = {
             "with tools": bool(self.tools),
             "with calls of tools": any("tool_calls" in turn for turn in answers),
-            WITH_IMAGES: any("images" in turn for turn in self.messages),
             "with reasoning": any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers),
         }
         return [name for name, is_present in has.items() if is_present]

@@ -300,6 +300,7 @@ def _download(url: str, place: str) -> Path:
         raise DocumentError(f"{place} cannot be fetched from {url[:80]}: {error}", problem_id=_BAD) from error
     if len(data) > _MOST_BYTES:
         raise DocumentError(f"{place}, {url[:80]}, has more than {_MOST_BYTES:,} bytes", problem_id=_BAD)
+    check_image(data, url[:80], place)  # before it is kept: a server may answer with a page about an error
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_bytes(file, data)
     return file
