@@ -259,6 +259,7 @@ def test_a_changed_image_is_prepared_again(data: Make, qwen_folder: Path, tmp_pa
 def test_images_that_moved_are_found_at_their_new_place(data: Make, qwen_folder: Path, tmp_path: Path) -> None:
     config = data(qwen_folder, [asked("<image>What?", images=["pictures/a.png"])])
     first = prepare(config)
+    assert first.image_folders == [str(tmp_path / "data" / "pictures")]
     assert config.dataset.path is not None
     (tmp_path / "data").rename(tmp_path / "moved")
     path = tmp_path / "moved" / Path(config.dataset.path).name

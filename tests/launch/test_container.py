@@ -47,11 +47,14 @@ def test_without_an_image_nothing_changes(small):
 
 def test_pyxis_takes_options_of_srun(in_pyxis, monkeypatch, tmp_path):
     monkeypatch.chdir("/")
-    (tmp_path / "prepared.json").write_text(json.dumps({"folder": "/cache/prepared/1"}))
+    data = tmp_path / "prepared"
+    data.mkdir()
+    (data / "prepared.json").write_text(json.dumps({"image_folders": ["/photos"]}))
+    (tmp_path / "prepared.json").write_text(json.dumps({"folder": str(data)}))
     config = in_pyxis(container_mounts=["/data"])
     assert in_container(config, tmp_path, COMMAND) == [
         "--container-image=registry/x:1",
-        f"--container-mounts=/:/,{tmp_path}:{tmp_path},/data:/data,/cache/prepared/1:/cache/prepared/1",
+        f"--container-mounts=/:/,{tmp_path}:{tmp_path},/data:/data,{data}:{data},/photos:/photos",
         "--container-workdir=/",
         *["python", "-m", "tunebook.launch.local", "/runs/1"],
     ]

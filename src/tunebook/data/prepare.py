@@ -283,6 +283,7 @@ def _make(config: RunConfig, folder: Path, report: Progress) -> str:
         "content_sha256": hash_documents(folder / part for part in parts),
         "kind": corpus.kind.value,
         "has_images": corpus.has_images,
+        "image_folders": _folders_of(images),
         "max_length": config.training.max_length,
         **tokenizer_facts,
         "records": [asdict(record) for record in corpus.records],
@@ -291,6 +292,15 @@ def _make(config: RunConfig, folder: Path, report: Progress) -> str:
     }
     write_prepared(folder, about, counts)
     return name
+
+
+def _folders_of(files: set[str]) -> list[str]:
+    """The folders of files, without those inside of another one."""
+    kept: list[Path] = []
+    for folder in sorted({Path(file).parent for file in files}):
+        if not kept or not folder.is_relative_to(kept[-1]):
+            kept.append(folder)
+    return [*map(str, kept)]
 
 
 def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, Any]]:

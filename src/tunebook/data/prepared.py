@@ -135,6 +135,7 @@ class Prepared:
     validation: PreparedPart | None
     was_cached: bool  # found, not prepared now
     has_images: bool = False
+    image_folders: list[str] = field(default_factory=list)  # that hold the images' files, also in their subfolders
 
     @property
     def unit(self) -> str:

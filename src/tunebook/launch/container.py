@@ -58,7 +58,7 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
 
 
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
-    """Return the folders that a run needs, mounted at the same paths: its own, data, model, and the user's choice.
+    """Return the folders that a run needs, mounted at the same paths: its own, data, images, model, user's choice.
 
     Also those of a named checkpoint and of task files, and those that variables passed to the container name.
     """
@@ -69,7 +69,9 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
     places = [str(Path.cwd()), str(folder), *settings.container_mounts]
     prepared = folder / PREPARED_FILE
     if prepared.is_file():
-        places.append(json.loads(prepared.read_text())["folder"])
+        data = Path(json.loads(prepared.read_text())["folder"])
+        images = json.loads((data / PREPARED_FILE).read_text())["image_folders"]
+        places += [str(data), *images]  # the ranks read the files of images
     if config.model.path is not None:
         places.append(str(resolve_path(config.model.path)))
     tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
