@@ -342,6 +342,10 @@ def test_results_of_tools_may_have_images(data: Make, tmp_path: Path) -> None:
     (row,) = prepared(data(folder, [{"messages": messages}]))
     text = load_tokenizer(ModelConfig(path=str(folder))).decode(row["input_ids"])
     assert "<tool_response>\n<|vision_start|><|image_pad|>" in text and len(row[IMAGES]) == 1
+    system = {"role": "system", "content": [picture]}
+    with pytest.raises(DataError, match="system or tool turn") as caught:
+        prepare(data(folder, [{"messages": [system, *messages[::3]]}]))
+    assert caught.value.problem_id == "template-leaves-out"
 
 
 def test_settings_that_images_do_not_have(data: Make, qwen_folder: Path, tokenizer_folder: Callable[..., Path]) -> None:

@@ -229,8 +229,8 @@ def write_images(
     if len(places) != len(images):
         raise DataError(
             f"{origin}: it has {counted(len(images), 'image')}, and the chat template writes "
-            f"{counted(len(places), 'place')} for them ({processor.placeholder}); name a template of this model that "
-            "writes images: model.chat_template=FILE",
+            f"{counted(len(places), 'place')} for them ({processor.placeholder}); move images of a system or tool turn "
+            "to a user's, or name a template of this model that writes them: model.chat_template=FILE",
             problem_id="template-leaves-out",
         )
     texts = []
