@@ -32,6 +32,11 @@ def test_all_lists_groups_and_rules():
     assert {"training", "dataset.synthetic", "bf16-on-volta"} <= set(listed)
 
 
+def test_a_value_is_explained_by_its_setting():
+    assert explain("optimizer=adamw") == explain("optimizer")
+    assert explain("training.max_steps=3") == explain("training.max_steps")
+
+
 def test_a_name_of_another_tool_is_answered():
     assert explain("lora_r") == "lora_r is peft.rank: type peft=lora peft.rank=16"
 

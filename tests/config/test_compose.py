@@ -76,6 +76,8 @@ def test_a_choice_brings_its_own_keys():
         ("parallelism=zero4", "unknown-choice", "Did you mean 'zero3'?"),
         ("training.max_length=abc", "wrong-type", "training.max_length: "),
         ("precision.compute=bf17", "wrong-type", "Did you mean 'bf16'?"),
+        ("precision.compute=[bf16]", "wrong-type", "one value, not a list"),
+        ("method=ipo", "unknown-choice", "type method=dpo method.loss_type=ipo"),
         ("training=4", "wrong-type", "4"),
         ("evaluation.tasks=abc", "wrong-type", "a list is typed [a,b]"),
         ("dataset.parts.chat=a.jsonl", "wrong-type", "dataset.parts.chat: "),

@@ -70,7 +70,9 @@ def test_a_setting_is_answered_with_what_to_type(word: str, instead: str) -> Non
     assert answer.startswith(instead) and bool(answer) == bool(instead)
 
 
-@pytest.mark.parametrize("word", ["val_set_size=500", "save_steps=0.1", "max_grad_norm=0", "warmup_steps=none"])
+@pytest.mark.parametrize(
+    "word", ["val_set_size=500", "save_steps=0.1", "max_grad_norm=0", "warmup_steps=none", "loss_type=[sigmoid,sft]"]
+)
 def test_a_value_that_does_not_fit_is_not_suggested(word: str) -> None:
     name, _, value = word.partition("=")
     assert f"={value}" not in instead_of(name, value).partition(": ")[2]

@@ -114,6 +114,8 @@ def test_tools_and_system_prompts_are_of_both_sides() -> None:
         ({**TEXTS, "chosen": "  "}, "'chosen' is empty"),
         ({**FORMS["turns"], "chosen": [assistant("")]}, "'chosen': .* is empty"),
         ({"chosen": [user("Hi"), assistant("Yo")], "rejected": [user("Ho"), assistant("No")]}, "there is no prompt"),
+        ({"system": "Be brief.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, "there is no prompt.*question"),
+        ({**FORMS["turns"], "rejected": 5}, "^'rejected' is a JSON number where"),
         ({**FORMS["whole"], "prompt": "Ho"}, "'prompt' is a text, and no turn"),
         ({**FORMS["whole"], "rejected": [user("Hi")]}, "'rejected' has no turn of the assistant"),
         ({**FORMS["turns"], "rejected": FORMS["whole"]["rejected"]}, "'rejected' begins with a turn of the user"),

@@ -31,6 +31,8 @@ def explain(name: str) -> str:
         return "\n\n".join(map(_setting, found))
     if instead := instead_of(name):
         return instead
+    if "=" in name:
+        return explain(name.partition("=")[0])
     known = [*rules, *sections(), *(setting.key for setting in settings), *names()]
     hint = did_you_mean(name, known, "All groups and rules: tunebook explain all")
     raise RequestError(f"there is no setting, group or rule '{name}'.{hint}", problem_id="unknown-id")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
+from enum import Enum
 from pathlib import Path
 
 import yaml
@@ -57,6 +58,8 @@ def _with_value(override: str, value: str | None) -> str:
 
 def _is_taken(key: str, value: str) -> bool:
     setting = all_keys().get(key)
+    if setting is not None and isinstance(setting.default, Enum):
+        return value.strip("[]") in type(setting.default).__members__
     if setting is None or "limits" not in setting.metadata:
         return True
     try:

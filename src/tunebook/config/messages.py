@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from tunebook.config.foreign import instead_of
+from tunebook.config.foreign import instead_of, names
 from tunebook.config.keys import ABSENT, all_keys, settings_of, value_at
 from tunebook.config.override_text import as_typed, shell_command
 from tunebook.config.recipe_files import group_choices
@@ -22,6 +22,7 @@ _PLAIN = (
     (r"Value '(.*?)'.* to Float", "'{}' is not a number"),
     (r"Value '(.*?)' is not a valid bool", "'{}' is neither true nor false"),
     (r"not a ListConfig", "a list is typed [a,b]"),
+    (r"\(ListConfig\) is not a valid input", "it takes one value, not a list"),
     (r"Cannot assign .* to Dict", "a mapping is typed {{name: value}}"),
     (r"Merge error: .* is not a subclass of", "this is a group of settings; type one of its keys"),
 )
@@ -53,7 +54,7 @@ def unknown_choice(group: str, choice: str, place: str) -> RequestError:
     message = f"{missing}.{hint}"
     if group == "dataset" and (Path(choice).suffix or Path(choice).exists()):
         message = f"{missing}; a file or folder is typed without a key: {shell_command([choice])}"
-    elif nearest(choice, group_choices(group)) is None:
+    elif f"{group}={choice}".lower() in names() or nearest(choice, group_choices(group)) is None:
         message = instead_of(group, choice, missing=missing) or message
     return RequestError(f"{place}: {message}", problem_id="unknown-choice")
 

@@ -188,8 +188,9 @@ def detect_format(record: Record, text_field: str) -> Format:
     formats = "\n".join(f"    {format.value}: {', '.join(_needed_keys(format, text_field))}" for format in SPECS)
     raise DocumentError(
         f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
-        "  Rename its keys, for plain text type dataset.format=text dataset.text_field=KEY, or write a question and an "
-        "answer from its keys: 'dataset.question_template=\"{{KEY}}\"' 'dataset.answer_template=\"{{KEY}}\"'",
+        "  Rename its keys; that of a pair's prompt is 'prompt'. What is no pair can also be plain text, by "
+        "dataset.format=text dataset.text_field=KEY, or a question and an answer from its keys: "
+        "'dataset.question_template=\"{{KEY}}\"' 'dataset.answer_template=\"{{KEY}}\"'",
         problem_id="data-unknown-format",
     )
 
@@ -328,9 +329,14 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
     num_prompt = num_common if is_whole else len(before)
     common = sides[0][:num_common]
     if isinstance(prompt, str) and not any(turn["content"] == prompt for turn in common):
-        raise DocumentError("'prompt' is a text, and no turn that 'chosen' and 'rejected' have in common")
-    if not num_prompt:
-        raise DocumentError("there is no prompt: 'chosen' and 'rejected' have no turn in common at their beginning")
+        raise DocumentError(
+            "'prompt' is a text, and no turn that 'chosen' and 'rejected' have in common; write it as a list of turns"
+        )
+    if all(turn["role"] == "system" for turn in common):
+        raise DocumentError(
+            "there is no prompt: write it under 'prompt', or begin 'chosen' and 'rejected' with its turns; its keys "
+            f"are: {_keys(record)}"
+        )
     rows = []
     for key, turns in zip(("chosen", "rejected"), sides, strict=True):
         if not any(turn["train"] for turn in turns[num_prompt:]):
@@ -361,6 +367,8 @@ def _read_answer(record: Record, key: str, account: KeyAccount) -> list[Turn]:
     answer = record[key]
     if isinstance(answer, str):
         return [make_turn("assistant", answer, key)]
+    if not isinstance(answer, dict | list):
+        raise DocumentError(f"'{key}' is {type_name(answer)} where a text or turns belong")
     try:
         return read_turns([answer] if isinstance(answer, dict) else answer, key, account)
     except DocumentError as error:
@@ -370,7 +378,7 @@ def _read_answer(record: Record, key: str, account: KeyAccount) -> list[Turn]:
 
 def _from_text_pair(record: Record) -> tuple[CorpusKind, Row]:
     if of_turns := [key for key in ("conversations", *CONVERSATION_KEYS) if not is_empty(record.get(key))]:
-        raise DocumentError(f"'{of_turns[0]}' goes with turns, and 'prompt', 'chosen' and 'rejected' are texts")
+        raise DocumentError(f"'{of_turns[0]}' goes with turns, and 'prompt' is a text: write it as a list of turns")
     row = {name: check_text(record[name], f"'{name}'") for name in ("prompt", "chosen", "rejected")}
     if row["chosen"] == row["rejected"]:
         raise DocumentError("'chosen' and 'rejected' are the same, so neither is better")
