@@ -119,7 +119,7 @@ def require_verified(checkpoint: Path) -> None:
     problem = candidate.problem if candidate.record is None else _wrong_anywhere(checkpoint, candidate.record)
     if problem is not None:
         raise DataError(
-            f"{checkpoint} cannot be loaded: {problem}. It is the best by validation loss, so no other replaces it. "
+            f"{checkpoint} cannot be loaded: {problem}. It is the best one, so no other replaces it. "
             "Restore it from a copy and type the same command again; or remove it and use the best of the others: "
             "'training.resume_anyway=[best]'",
             problem_id="checkpoint-damaged",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.facts.methods import METHODS
 from tunebook.record.page.numbers import format_value
 from tunebook.record.page.overview import state_of, summarize
 from tunebook.record.report import render_run
@@ -42,6 +43,21 @@ def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
     value = format_value(losses[worst])
     assert f"validation loss {value} of model/, which is checkpoint-{worst}" in head(record)
     assert f"model/ is checkpoint-{worst}, the best by validation loss" in head(record)
+
+
+def test_a_run_over_pairs_counts_pairs_and_names_its_metric_and_data(make_run) -> None:
+    record = read_run(make_run())
+    for line in record.training:
+        line |= dict.fromkeys(METHODS["dpo"].metrics, 0.5)
+    record.config["method"] = {"name": "dpo"}
+    record.config["training"] = {"best_metric": "validation_reward_accuracy"}
+    record.manifest["status"]["best_step"] = 20
+    record.manifest["recipe"] = None
+    record.manifest["dataset"]["records"] = [{"location": "/data/pairs.jsonl"}]
+    assert "the best by validation reward accuracy" in head(record)
+    assert "Data pairs.jsonl" in head(record)
+    batch = render_run(record).partition('<section id="plan">')[2].partition("</section>")[0]
+    assert "pairs per step" in batch and "documents" not in batch
 
 
 def test_a_run_in_numbers_by_hand() -> None:

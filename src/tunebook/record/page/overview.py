@@ -118,18 +118,26 @@ def describe_duration(summary: Summary) -> str:
 
 
 def recipe_of(record: RunRecord) -> str:
-    """A run's recipe; without one, or a manifest, the name of the parent folder, which is that of the data."""
-    return recipe_name(record.manifest.get("recipe") or record.folder.parent.name)
+    """A run's recipe; without one the last parts of its data's paths; without a manifest the parent folder's name."""
+    manifest = record.manifest
+    if manifest and not manifest.get("recipe"):
+        records = (manifest.get("dataset") or {}).get("records", [])
+        return ", ".join(_last_part(one["location"]) for one in records)
+    return recipe_name(manifest.get("recipe") or record.folder.parent.name)
 
 
 def title_of(record: RunRecord) -> str:
     """The title or recipe of a run; without one the last parts of its model's and data's paths."""
-    manifest = record.manifest
-    if title := record.config.get("title") or (recipe_of(record) if not manifest or manifest["recipe"] else ""):
+    manifest, recipe = record.manifest, recipe_of(record)
+    if title := record.config.get("title") or (recipe if not manifest or manifest["recipe"] else ""):
         return str(title)
-    names = [manifest["model"]["name"], *(one["location"] for one in (manifest["dataset"] or {}).get("records", []))]
-    model, *data = (Path(name).name if name.startswith(("/", "~", "book:")) else name for name in names)
-    return f"{model} on {', '.join(data)}" if data else str(model)
+    model = _last_part(manifest["model"]["name"])
+    return f"{model} on {recipe}" if recipe else model
+
+
+def _last_part(name: str) -> str:
+    """Of a path; a name of the hub as it is."""
+    return Path(name).name if name.startswith(("/", "~", "book:")) else name
 
 
 def main_score(record: RunRecord) -> tuple[str, dict[str, Any], dict[str, Any] | None] | None:
