@@ -81,3 +81,5 @@ def test_adapter_has_to_be_merged(parent: Path, tmp_path: Path) -> None:
     draft = planned(tmp_path, "model.run=quickstart")
     (problem,) = [each for each in draft.problems if each.id == RUN_NOT_TRAINED]
     assert problem.fix.startswith("tunebook export ")
+    without_a_recipe = draft_run(None, [f"model.run={parent}", "hardware=cpu"], [], NO_GPU)
+    assert without_a_recipe.error is not None and without_a_recipe.error.problem_id == RUN_NOT_TRAINED

@@ -141,7 +141,7 @@ def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:
     """Make the trained model of `model.run` the base model; if there is none yet, what to do first.
 
     A recipe's run can be planned before it is there: by the other keys of the model.
-    Raises: RequestError for an unknown run that is no recipe.
+    Raises: RequestError for an unknown run that is no recipe, and for one without a model if no other is named.
     """
     model, name = config.model, config.model.run
     if name is None:
@@ -155,16 +155,19 @@ def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:
     except RequestError as error:
         if not is_recipe:
             raise RequestError(f"model.run={name}: {error.message}", problem_id=error.problem_id) from error
-        return [Problem(id=RUN_NOT_TRAINED, key="model.run", message=error.message, fix=fix, is_error=False)]
-    if (run / "model" / "config.json").is_file():
-        model.run = str(run)  # a newer run of the recipe must not replace it when this one is repeated
-        model.name, model.path, model.revision = None, str(run / "model"), None
-        model.facts, model.weights = None, Weights.pretrained  # its config.json has the facts
-        return []
-    message = f"{run} has no trained model yet"
-    if (run / "model" / "adapter_config.json").is_file():
-        message = f"{run / 'model'} is an adapter alone"
-        fix = f"tunebook export {run} --merge, then model.run=null model.name=null model.path=FOLDER"
+        message = error.message
+    else:
+        if (run / "model" / "config.json").is_file():
+            model.run = str(run)  # a newer run of the recipe must not replace it when this one is repeated
+            model.name, model.path, model.revision = None, str(run / "model"), None
+            model.facts, model.weights = None, Weights.pretrained  # its config.json has the facts
+            return []
+        message = f"{run} has no trained model yet"
+        if (run / "model" / "adapter_config.json").is_file():
+            message = f"{run / 'model'} is an adapter alone"
+            fix = f"tunebook export {run} --merge, then model.run=null model.name=null model.path=FOLDER"
+    if model.name is None and model.path is None:
+        raise RequestError(f"model.run={name}: {message}; {fix}", problem_id=RUN_NOT_TRAINED)
     return [Problem(id=RUN_NOT_TRAINED, key="model.run", message=message, fix=fix, is_error=False)]
 
 
