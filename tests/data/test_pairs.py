@@ -179,7 +179,7 @@ def test_sides_are_cut_and_dropped_with_a_reason(prepare_pairs: Callable[..., Pr
     assert dict(counts.dropped) == {NOTHING_TRAINED: 1, EQUAL: 1}
     dropped = prepare_pairs(records, max_length=8, overlong=Overlong.drop).train.counts
     assert (dropped.num_documents, dict(dropped.dropped)) == (1, {TOO_LONG: 3})
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="overlong=cut or drop") as caught:
         prepare_pairs(records, max_length=8, overlong=Overlong.refuse)
     assert caught.value.problem_id == "document-too-long"
 

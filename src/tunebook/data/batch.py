@@ -107,7 +107,7 @@ def solve_batch(config: RunConfig, lengths: Lengths | None, widths: Lengths | No
     widths, in_rows = lengths if widths is None else widths, method_facts(config).rows_per_document
     rows, longest = _rows_per_step(config, lengths, widths, ranks * micro, num_steps, total)
     return BatchPlan(
-        unit=method_facts(config).reads.removesuffix("s"),
+        unit=method_facts(config).unit,
         global_samples=samples,
         global_tokens=training.global_tokens,
         world_size=world_size(config),

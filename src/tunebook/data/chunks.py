@@ -186,10 +186,11 @@ class ChunkEncoder:
                     problem_id="document-too-long",
                 )
             if self.settings.dataset.overlong is Overlong.refuse and document.longest_side > max_length:
+                others = "cut or drop" if document.num_chosen else "cut, split or drop"
                 raise DataError(
                     f"{row['origin']}: it has {document.longest_side:,} tokens, more than training.max_length="
                     f"{max_length}, and dataset.overlong=refuse allows none; raise training.max_length, or type "
-                    "dataset.overlong=cut, split or drop",
+                    f"dataset.overlong={others}",
                     problem_id="document-too-long",
                 )
             if vocab_size is not None and (largest := max(document.input_ids)) >= vocab_size:

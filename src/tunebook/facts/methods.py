@@ -39,6 +39,11 @@ class MethodFacts:
     loss_label: str = "loss per trained token"
     metrics: dict[str, Metric]
 
+    @property
+    def unit(self) -> str:
+        """One of what it reads."""
+        return self.reads.removesuffix("s")
+
 
 METHODS: dict[str, MethodFacts] = {
     "sft": MethodFacts(module="tunebook.train.methods.sft", reads="documents", metrics={}),

@@ -38,7 +38,8 @@ def batch_not_divisible(config: RunConfig) -> Iterator[Finding]:
     training, rows = config.training, _rows_per_pass(config)
     if _is_padded(config) and training.global_samples is not None and training.global_samples % rows:
         message = (
-            f"{counted(training.global_samples, 'document')} cannot be divided into passes of {rows} rows on all GPUs"
+            f"{counted(training.global_samples, method_facts(config).unit)} cannot be divided into passes of {rows} on "
+            "all GPUs"
         )
         yield Finding(message, "training.global_samples")
     tokens, length = training.global_tokens, row_length(config)
@@ -58,7 +59,8 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     if _is_padded(config):
         return
     if samples is not None and samples < ranks:
-        yield Finding(f"a step has {counted(samples, 'document')} for {ranks} GPUs", "training.global_samples")
+        what = counted(samples, method_facts(config).unit)
+        yield Finding(f"a step has {what} for {ranks} GPUs", "training.global_samples")
     rows, length = _rows_per_pass(config), row_length(config)
     if tokens is not None and tokens < rows * length:
         message = f"a step has {tokens} tokens, and one pass takes {rows} x {length} = {rows * length}"
@@ -85,7 +87,7 @@ def batch_larger_than_data(config: RunConfig) -> Iterator[str]:
     made = data.synthetic.num_documents if data.source is Source.synthetic else None
     stated = [count for count in (data.num_documents, data.max_documents, made) if count is not None]
     if samples is not None and stated and samples > min(stated):
-        yield f"a step has {counted(samples, 'document')}, and the data set has {min(stated)}"
+        yield f"a step has {counted(samples, method_facts(config).unit)}, and the data set has {min(stated)}"
 
 
 @rule("row-shorter-than-document", "packing.row_length", "packing.row_length=null")

@@ -30,13 +30,13 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
 def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
     """Require validations during the run for early stopping and the best model, and checkpoints of their steps.
 
-    Both compare validation losses, and the best model is loaded from the checkpoint of its step.
+    Both compare validations, and the best model is loaded from the checkpoint of its step.
     """
     training, is_best = config.training, config.training.load_best_at_end
     evaluate, save = training.evaluate_every_steps, training.save_every_steps
     if evaluate is None and (is_best or training.early_stopping_patience):
         key = "training.load_best_at_end" if is_best else "training.early_stopping_patience"
-        yield Finding("this compares validation losses, and training.evaluate_every_steps is not set", key)
+        yield Finding("this compares validations, and training.evaluate_every_steps is not set", key)
     elif is_best and evaluate is not None and (save is None or save % evaluate):
         message = f"the best step is saved only if this is a multiple of evaluate_every_steps={evaluate}"
         yield Finding(message, "training.save_every_steps")
