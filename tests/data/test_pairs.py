@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tunebook.config import schema
 from tunebook.config.book import book_root
-from tunebook.config.choices import BadDocuments, Format, Overlong
+from tunebook.config.choices import BadDocuments, Format, Overlong, Source
 from tunebook.data.chunks import EQUAL, NOTHING_TRAINED, TOO_LONG
 from tunebook.data.corpus import CorpusKind, content_hash
 from tunebook.data.formats import FormatSettings, Normalizer, document_keys
@@ -215,6 +215,12 @@ def test_each_method_refuses_the_others_data(
     with pytest.raises(DataError, match="type method=sft") as caught:  # found prepared, or not
         prepare(replace(documents, method=schema.DpoConfig(name="dpo")))
     assert (caught.value.problem_id, caught.value.exit_code) == ("data-for-another-method", 4)
+    made = replace(
+        documents.dataset, source=Source.synthetic, synthetic=schema.SyntheticConfig(num_documents=9, max_tokens=60)
+    )
+    model = schema.ModelConfig(name="me/mine", facts=schema.ModelFacts(vocab_size=500))
+    with pytest.raises(DataError, match="pairs=true"):
+        prepare(replace(documents, model=model, dataset=made, method=schema.DpoConfig(name="dpo")))
     prepare_pairs([TEXTS])
     with pytest.raises(DataError, match="type method=dpo"):
         prepare(documents)

@@ -217,9 +217,11 @@ def _require_method(config: RunConfig, kind: CorpusKind) -> None:
     if kind.reads != own:
         readers = " or ".join(f"method={name}" for name, facts in METHODS.items() if facts.reads == kind.reads)
         form = "a chosen and a rejected answer to a prompt" if own == "pairs" else "one answer, or text"
+        is_generated = config.dataset.source is Source.synthetic
+        other = f"dataset.synthetic.pairs={str(own == 'pairs').lower()}" if is_generated else "name other data"
         raise DataError(
-            f"the data are {kind.reads}, and method={config.method.name} reads {own} ({form}); type {readers}, "
-            "or name other data",
+            f"the data are {kind.reads}, and method={config.method.name} reads {own} ({form}); type {readers}, or "
+            f"{other}",
             problem_id="data-for-another-method",
         )
 
