@@ -77,8 +77,8 @@ def tokens_need_packing(config: RunConfig) -> Iterator[str]:
         yield f"{config.training.global_tokens} tokens per step need packed rows"
 
 
-@rule("batch-larger-than-data", "training.global_samples", "a smaller training.global_samples, or more documents")
-def batch_larger_than_data(config: RunConfig) -> Iterator[str]:
+@rule("batch-larger-than-data", "training.global_samples")
+def batch_larger_than_data(config: RunConfig) -> Iterator[Finding]:
     """Refuse a batch larger than the data, if `dataset.num_documents` or `max_documents` gives its size.
 
     A step takes no document twice.
@@ -87,7 +87,8 @@ def batch_larger_than_data(config: RunConfig) -> Iterator[str]:
     made = data.synthetic.num_documents if data.source is Source.synthetic else None
     stated = [count for count in (data.num_documents, data.max_documents, made) if count is not None]
     if samples is not None and stated and samples > min(stated):
-        yield f"a step has {counted(samples, method_facts(config).unit)}, and the data set has {min(stated)}"
+        message = f"a step has {counted(samples, method_facts(config).unit)}, and the data set has {min(stated)}"
+        yield Finding(message, fix=f"training.global_samples={min(stated)}, or more documents")
 
 
 @rule("row-shorter-than-document", "packing.row_length", "packing.row_length=null")
