@@ -158,6 +158,14 @@ def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     assert "[[horse<|im_end|>]]" in shown
 
 
+def test_data_of_fewer_documents_than_a_step_can_be_looked_at(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
+    code, shown, _ = run("data", "quickstart", "dataset.max_documents=9", "dataset.num_workers=1", "--samples", "0")
+    assert code == 0 and "train: 9 documents" in shown
+    code, _, said = run("train", "quickstart", "dataset.max_documents=9", "--dry-run")
+    assert code == 2 and "training.global_samples=9" in said
+
+
 def test_plan_and_dry_run_are_the_same_plan(run):
     code, planned, _ = run("plan", "quickstart", "training.seed=3")
     assert code == 0

@@ -7,14 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tunebook.commands.job import plan_job
 from tunebook.commands.train import with_data
 from tunebook.errors import RequestError
+from tunebook.plan.draft import draft_run
 from tunebook.terminal import print_text
 
 # The quickstart's tokens are half as long as a model's own, so 4,096 of them are a text as 2,048 of those. The factor
 # gives its model positions for any limit.
 _QUICKSTART = ("model=quickstart", "model.yarn_factor=1000", "training.max_length=4096")
+
+# Rules about these keys are checked; data can be looked at before batch and hardware are right.
+_RULES = ("dataset", "model", "method", "training.max_length")
 
 
 def show_data(
@@ -31,11 +34,12 @@ def show_data(
         overrides = [*_QUICKSTART, *overrides]
         note = "no model is named: the quickstart's tokenizer counts, which makes about twice as many tokens as others"
         print_text(note, console)
-    job = plan_job(recipe, [*overrides], [*recipes_dirs])
+    job = draft_run(recipe, [*overrides], [*recipes_dirs])
+    job.raise_errors(*_RULES)
     for warning in job.problems:
         if warning.key.startswith("dataset."):
             print_text(f"warning: {warning.text()}", console, style="yellow")
-    job, prepared = with_data(job, console)
+    job, prepared = with_data(job, console, *_RULES)
 
     from tunebook.data.view import show_prepared
     from tunebook.model.tokenizer import load_tokenizer, needs_padding

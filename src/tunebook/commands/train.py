@@ -14,7 +14,6 @@ from rich.console import Console
 from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
-from tunebook.commands.job import plan_job
 from tunebook.commands.preflight import require_runnable
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.launchers import SlurmConfig
@@ -35,7 +34,7 @@ from tunebook.launch.slurm import follow, refuse_if_queued, submit
 from tunebook.launch.supervise import StopRequests
 from tunebook.model.weight_files import weights_fingerprint
 from tunebook.plan.auto.decisions import AS_ASKED
-from tunebook.plan.draft import Draft, draft_json, estimate_time
+from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_warnings
 from tunebook.processes import EarlyStart
@@ -123,8 +122,11 @@ def run_job(
     return follow(job_id, folder, console) if config.launcher.wait else 0
 
 
-def with_data(job: Draft, console: Console) -> tuple[Draft, Prepared]:
-    """The job and its data. It is planned again where only the preparation found images, which `auto` depends on."""
+def with_data(job: Draft, console: Console, *rules: str) -> tuple[Draft, Prepared]:
+    """The job and its data. It is planned again where only the preparation found images, which `auto` depends on.
+
+    `rules` as in `Draft.raise_errors`.
+    """
     dataset = job.config.dataset
     was_known = begins_with_images(dataset)
     try:
@@ -136,7 +138,8 @@ def with_data(job: Draft, console: Console) -> tuple[Draft, Prepared]:
         if was_known or not begins_with_images(dataset):
             return job, prepared
     print_text("the documents have images: auto chooses again", console)
-    job = plan_job(job.recipe, job.overrides, job.recipes_dirs)
+    job = draft_run(job.recipe, job.overrides, job.recipes_dirs)
+    job.raise_errors(*rules)
     return job, prepare_data(job.config, console)
 
 

@@ -57,12 +57,16 @@ class Draft:
         """The resolved configuration, once `raise_errors` has found no error."""
         return self.resolved.config
 
-    def raise_errors(self) -> None:
-        """Raise the request's errors: RequestError, or RulesError with every broken rule at once."""
+    def raise_errors(self, *about: str) -> None:
+        """Raise the request's errors: RequestError, or RulesError with every broken rule at once.
+
+        `about`: beginnings of the keys whose rules count; all if none is given.
+        """
         if self.error is not None:
             raise self.error
-        if any(problem.is_error for problem in self.problems):
-            raise RulesError(self.problems)
+        problems = [problem for problem in self.problems if not about or problem.key.startswith(about)]
+        if any(problem.is_error for problem in problems):
+            raise RulesError(problems)
 
     @property
     def shortcomings(self) -> list[TunebookError]:
