@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ _KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.tx
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # the third request makes Tunebook kill its ranks
 _SCORE = ("metric", "value", "stderr", "num_items")
 _TICK_S = 0.05
+_ENDED_WITHIN_S = 15.0
 _TURNS = Path(__file__).parent / "gpu_turns"
 
 
@@ -136,6 +138,9 @@ class GpuQueue:
                 run.ended = why
                 run.process.send_signal(request)
             time.sleep(0.3)
+        for run in runs:  # it ends its ranks, which would otherwise keep their GPUs
+            with suppress(subprocess.TimeoutExpired):
+                run.process.wait(_ENDED_WITHIN_S)
 
     def _collect(self, run: _Running, exit_code: int | str) -> None:
         self.running.remove(run)

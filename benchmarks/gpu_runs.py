@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -163,7 +164,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--more", nargs="*", default=[], metavar="WORD", help="overrides for every run")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=150, help="of one run on its GPUs")
-    parser.add_argument("--deadline-s", type=float, default=500, help="of all runs")
+    parser.add_argument("--deadline-s", type=float, default=500, help="of planning and all runs")
     parser.add_argument("--max-ranks", type=int, help="started at a time, 2 for each GPU if not given")
     parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
     parser.add_argument("--threads", type=int, default=8, help="of a rank; an optimizer on the host takes 16")
@@ -172,6 +173,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, default=Path("/tmp/models"), help="where models are written")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
     asked = parser.parse_args(words)
+    started = time.monotonic()
     cases = [
         case
         for case in read_cases(asked.files)
@@ -184,7 +186,8 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
         return 0
     lines = GpuQueue(
-        jobs, asked.output, runs=asked.runs, deadline_s=asked.deadline_s, max_ranks=asked.max_ranks or 2 * asked.gpus,
+        jobs, asked.output, runs=asked.runs, deadline_s=started + asked.deadline_s - time.monotonic(),
+        max_ranks=asked.max_ranks or 2 * asked.gpus,
         max_host_gib=asked.max_host_gib,
     ).run()  # fmt: skip
     compare_series(lines)
