@@ -45,6 +45,7 @@ class Share:
 SHARES = {
     ("dense", PeftMethod.full, "bf16"): Share(0.55, 18, "Qwen2.5-3B, h200_selective.jsonl"),
     ("dense", PeftMethod.lora, "bf16"): Share(0.55, 27, "Llama 3 8B, h200_one_pass_head.jsonl"),
+    ("dense", PeftMethod.qlora, "bf16"): Share(0.54, 27, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
     ("dense", PeftMethod.full, "fp8"): Share(0.36, 12, "Llama 3 8B, h200x4_beside_peers.jsonl"),
     ("dense", PeftMethod.lora, "fp8"): Share(0.39, 16, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
     ("dense", PeftMethod.full, "fp32"): Share(0.60, 16, "Qwen2.5-3B, h200x4_speed.jsonl"),
