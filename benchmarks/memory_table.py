@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 FILES = (
     "h200_memory", "h200_memory_budget", "h200_quantised", "h200x2_architectures",  # chosen one by one
-    "h200_adapters_side_by_side", "h200_frozen_fp8",
+    "h200_adapters_side_by_side", "h200_frozen_fp8", "h200_beside_peers", "h200x2_whole_fp8",
     "h200x2_held_out", "h100_held_out", "h100x2_held_out",  # drawn by `gpu_draw.py`, and planned before they ran
 )  # fmt: skip
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]  # where a run does not say it

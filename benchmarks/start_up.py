@@ -38,6 +38,7 @@ WORDS = [
     *("peft=lora", "peft.rank=16", "dataset=synthetic", "model.weights=random", "evaluation=none"),
     *("training.max_length=8192", "training.global_tokens=32768", "training.max_steps=2", "training.resume=never"),
 ]
+SOURCES = Path(__file__).resolve().parents[1] / "src"
 COMPILED = ("inductor", "triton")  # folders of the output with compiled kernels
 
 
@@ -48,7 +49,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--model", default="llama31_8b", help="a model of the book")
     parser.add_argument("--layers", type=int, help="the first layers only")
     parser.add_argument("--repeats", type=int, default=3, help="warm runs")
-    parser.add_argument("--src", type=Path, default=Path(__file__).resolve().parents[1] / "src")
+    parser.add_argument("--src", type=Path, default=SOURCES)
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_args(words)
     output = asked.output.resolve()
@@ -65,7 +66,8 @@ def main(words: list[str] | None = None) -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(output / "inductor"),
         "TRITON_CACHE_DIR": str(output / "triton"),
     }
-    common = surroundings() | {"src": str(asked.src), "model": asked.model, "layers": layers}
+    common = surroundings() | {"model": asked.model, "layers": layers}
+    common |= {} if asked.src == SOURCES else {"src": str(asked.src)}
     for state in ["first", "cold", *["warm"] * asked.repeats]:
         if state == "cold":
             for name in COMPILED:
