@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fp8_products import Variant
 
 PASSES, DOCUMENT = 4, 512  # rows of a step; tokens
-_LARGEST = torch.finfo(FP8).max
 _TILE_TOKENS = 4096
 
 
@@ -32,35 +31,37 @@ class OwnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, weight_gradient: str) -> torch.Tensor:
         """Scales by token and by output feature."""
-        ctx.save_for_backward(hidden, weight)
+        values, scale = in_fp8(hidden)
+        ctx.save_for_backward(hidden, scale, weight)
         ctx.weight_gradient = weight_gradient
-        return scaled_product(*in_fp8(hidden), *in_fp8(weight))
+        return scaled_product(values, scale, *in_fp8(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scales by token and by input feature for the hidden state's gradient."""
-        hidden, weight = ctx.saved_tensors
-        of_hidden = scaled_product(*in_fp8(gradient), *in_fp8(weight.t()))
+        hidden, hidden_scale, weight = ctx.saved_tensors
+        values, scale = in_fp8(gradient)
+        of_hidden = scaled_product(values, scale, *in_fp8(weight.t()))
         if ctx.weight_gradient == "16_bit":
             of_weight = gradient.t() @ hidden
         elif ctx.weight_gradient == "feature":
             of_weight = scaled_product(*in_fp8(gradient.t()), *in_fp8(hidden.t()))
         else:
-            of_weight = _by_tensor(gradient, hidden)
+            of_weight = _by_tensor(gradient, hidden, scale.amax(), hidden_scale.amax())
         return of_hidden, of_weight.to(weight.dtype), None
 
 
-def _by_tensor(gradient: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """(T, N) and (T, K) -> (N, K) in bf16."""
-    scales = [(each.abs().amax().float() / _LARGEST).clamp(min=1e-12) for each in (gradient, hidden)]
-    left, right = (
-        (each.float() / scale).to(FP8).t().contiguous() for each, scale in zip((gradient, hidden), scales, strict=True)
-    )
+def _by_tensor(
+    gradient: torch.Tensor, hidden: torch.Tensor, scale: torch.Tensor, hidden_scale: torch.Tensor
+) -> torch.Tensor:
+    """(T, N) and (T, K), each with one scale -> (N, K) in bf16."""
+    left, right = ((gradient.float() / scale).to(FP8).t(), (hidden.float() / hidden_scale).to(FP8).t())
     if not left.is_cuda:
-        return ((left.float() * scales[0]) @ (right.float() * scales[1]).t()).to(torch.bfloat16)
+        return ((left.float() * scale) @ (right.float() * hidden_scale).t()).to(torch.bfloat16)
     return torch._scaled_mm(
-        left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+        left.contiguous(), right.contiguous().t(), scale_a=scale, scale_b=hidden_scale, out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )  # fmt: skip
 
 
 class OwnLinear(nn.Linear):
