@@ -2,11 +2,12 @@
 
     python benchmarks/peer_torchtitan.py --output FILE --python-path SITE [--only NAME ...] [--gpus 4] [--steps 25]
 
-SITE has torchtitan 0.3.0 with torchdata, torch_checkpointing, spmd_types, tyro and datasets < 4.8. Its own trainer,
-started as its run_train.sh starts it; see `peer_torchtitan_models.py` for its configurations. Its text data set lays
-documents end to end and cuts the stream into rows: no token is padding. Flex attention keeps documents apart. Weights
-and optimizer are fp32, computed in bf16; with adapters all is bf16, and documents have 512 tokens. 32,768 tokens a GPU
-and optimizer step; the speed is what it logs (tps), the median after the first 10 steps.
+SITE has torchtitan 0.3.0 with torchdata 0.11.0, torch_checkpointing 0.1.1, spmd_types 0.2.3, tyro and datasets < 4.8.
+Its own trainer, started as its run_train.sh starts it; see `peer_torchtitan_models.py` for its configurations. Its text
+data set lays documents end to end and cuts the stream into rows: no token is padding. Flex attention keeps documents
+apart. Weights and optimizer are fp32, computed in bf16; with adapters all is bf16, and documents have 512 tokens.
+32,768 tokens a GPU and optimizer step; the speed is what it logs (tps), the median after the first 10 steps. The first
+step compiled for more than 100 s on an H200: give it `--timeout-s 280`.
 """
 
 from __future__ import annotations
