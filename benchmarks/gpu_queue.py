@@ -28,9 +28,10 @@ WARM_UP_STEPS = 10  # left out of the median speed: compiled layers meet their s
 _RESOLVED = ("model.one_pass_head", "model.compile_layers", "precision.master_weights")  # change what a step computes
 _KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json", "contamination.json",
          "outcome-*.json", "logs/*.log", "evaluation/*.json")  # fmt: skip
-_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # the third request makes Tunebook kill its ranks
+_STOP = (signal.SIGTERM, signal.SIGINT)  # the second request makes Tunebook kill its ranks
 _SCORE = ("metric", "value", "stderr", "num_items")
 _TICK_S = 0.05
+_STOP_AGAIN_S = 2.2  # a request within two seconds counts as the first one's repetition
 _ENDED_WITHIN_S = 15.0
 _TURNS = Path(__file__).parent / "gpu_turns"
 
@@ -133,12 +134,13 @@ class GpuQueue:
                 self._stop([run], f"stopped after {run.job.timeout_s:g} s on the GPUs")
 
     def _stop(self, runs: list[_Running], why: str) -> None:
+        """Kill the ranks of runs, which would otherwise keep their GPUs."""
         for request in _STOP:
             for run in runs:
                 run.ended = why
                 run.process.send_signal(request)
-            time.sleep(0.3)
-        for run in runs:  # it ends its ranks, which would otherwise keep their GPUs
+            time.sleep(_STOP_AGAIN_S if runs else 0)
+        for run in runs:
             with suppress(subprocess.TimeoutExpired):
                 run.process.wait(_ENDED_WITHIN_S)
 
