@@ -170,7 +170,8 @@ def test_packed_pairs_have_the_losses_of_padded_ones(run, dpo, is_full, attentio
         values = [[line[name] for line in lines if name in line] for lines in (packed, padded)]
         assert len(values[0]) == len(values[1]) >= 2
         first = name == "reward_accuracy"  # in the first step, rounding decides
-        assert values[0][first:] == pytest.approx(values[1][first:], rel=2e-6, abs=1e-6), name
+        # A margin is a difference of sums of about 100, whose rounding depends on the processor.
+        assert values[0][first:] == pytest.approx(values[1][first:], rel=2e-6, abs=5e-6), name
 
 
 def test_packed_pairs_that_leak_end_the_run_before_the_reference_is_kept(run, dpo, monkeypatch, capsys):
