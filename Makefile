@@ -16,6 +16,12 @@ $(error $(IGNORED)=$(value $(IGNORED)) would be ignored: make's own variables ar
   belong into ARGS="$(IGNORED)=$(value $(IGNORED))")
 endif
 
+# `make train mine` would train the default recipe, and then find no target `mine`.
+NO_TARGETS := $(filter-out $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST))),$(MAKECMDGOALS))
+ifneq ($(NO_TARGETS),)
+$(error $(NO_TARGETS) is no target: a recipe or data is RECIPE=$(firstword $(NO_TARGETS)), all else belongs into ARGS="...")
+endif
+
 # What is typed after make reaches front.sh through the environment, except ARGS, which make would expand on the way.
 export PYTHON
 unexport ARGS

@@ -181,6 +181,16 @@ def test_arguments_and_exit_codes_arrive_as_they_are(machine):
     assert machine.front(*TRAIN, GPU="cpu").returncode == 137
 
 
+def test_a_recipe_that_is_typed_as_a_target_is_refused(machine):
+    machine.venv()
+    (machine.checkout / "chats.jsonl").touch()
+    for word in ("qwen3b_zero2", "chats.jsonl"):
+        done = machine.command("make", "train", word)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"RECIPE={word}" in done.stderr
+    assert machine.command("make", "train", "list").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "starts"),
     [
