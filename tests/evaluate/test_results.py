@@ -59,6 +59,18 @@ def test_the_samples_are_the_same_before_and_after_training() -> None:
     assert chosen[0] == chosen[1] and len(chosen[0]) == 5
 
 
+def test_samples_are_of_several_questions_if_many_images_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunebook.evaluate.results.thumbnail", str)
+    answers = [
+        Answer(
+            task="t", group=None, prompt="ABC"[number % 3], answer="a", expected="e", value=0.0, correct=False,
+            images=[f"{number:064d} /nowhere/{number}.png"],
+        )
+        for number in range(60)
+    ]  # fmt: skip
+    assert {sample["prompt"] for sample in choose_samples(answers)} == {*"ABC"}
+
+
 def test_every_generated_text_is_kept_and_of_choices_their_likelihoods() -> None:
     generated = sample("1", "x", "x", None) | {"resps": [["x", "y"]], "doc_id": 7}
     (answer,) = task_answers("words", results([generated], **{"exact_match,strip": 1.0}))

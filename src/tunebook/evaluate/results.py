@@ -96,12 +96,15 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
 
 
 def choose_samples(answers: list[Answer]) -> list[dict[str, Any]]:
-    """Choose a few answers by their prompts' hashes, so that they are the same before and after training.
+    """Choose a few answers by the hashes of prompt and images, so that they are the same before and after training.
 
     Their images are small, as data URLs: a report is made without the files.
     """
-    ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
-    chosen = ordered[:NUM_SAMPLES]
+
+    def order(answer: Answer) -> str:
+        return sha256_text("".join([answer.prompt, *(image.partition(" ")[0] for image in answer.images)]))
+
+    chosen = sorted(answers, key=order)[:NUM_SAMPLES]
     return [asdict(answer) | {"images": [thumbnail(image) for image in answer.images]} for answer in chosen]
 
 
