@@ -21,7 +21,7 @@ from tunebook.train.requirements import check_environment
 
 
 def require_runnable(job: Draft) -> None:
-    """Refuse a run that can be planned but cannot run here. Raises: RequestError, RulesError, DoesNotFitError."""
+    """Refuse a run that can be planned but cannot run here. Raises: TunebookError."""
     require_machine(job.resolved)
     for error in job.shortcomings:
         if isinstance(error, DoesNotFitError):
@@ -30,6 +30,8 @@ def require_runnable(job: Draft) -> None:
         if problem.id == RUN_NOT_TRAINED:
             run = job.config.model.run
             raise RequestError(f"model.run={run}: {problem.message}; {problem.fix}", problem_id=problem.id)
+    if job.missing_data is not None and not is_later_node(job.config):
+        raise job.missing_data
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:

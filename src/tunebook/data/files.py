@@ -62,7 +62,7 @@ def find_files(text: str, key: str) -> list[DataFile]:
         matches = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
         paths = sorted(Path(match) for match in matches if Path(match).is_file())
     if not paths:
-        raise _not_found_error(pattern, key)
+        raise _not_found_error(pattern, text, key)
     for path in paths:
         if not path.name.lower().endswith(SUFFIXES):
             raise DataError(
@@ -107,13 +107,16 @@ def _documents_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES) and path.is_file())
 
 
-def _not_found_error(pattern: Path, key: str) -> DataError:
+def _not_found_error(pattern: Path, text: str, key: str) -> DataError:
     if pattern.is_dir():
         message = (
             f"{key}: the folder {pattern} holds no file that ends in {', '.join(SUFFIXES)}; for files in its folders "
             f"type a glob such as '{pattern / '**' / '*.jsonl'}', for a folder in the layout of the hub "
             f"dataset=hub dataset.name={pattern}"
         )
+        return DataError(message, problem_id="data-file-not-found")
+    if is_in_book(text):
+        message = f"{key}: {pattern} is not made yet; type the first command of the card in recipes/NAME/README.md"
         return DataError(message, problem_id="data-file-not-found")
     folder = next(parent for parent in pattern.parents if parent.is_dir())
     names = [path.name for path in _documents_in(folder)]

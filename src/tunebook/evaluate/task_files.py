@@ -60,7 +60,7 @@ def read_task_file(file: Path) -> Task:
     if "conversations" in metadata:
         conversations = (file.parent / metadata["conversations"]).resolve()
         if not conversations.is_file():
-            message = f"{file}: metadata.conversations: there is no file {conversations}"
+            message = f"{file}: metadata.conversations: no file {conversations}; type a path from the task's folder"
             raise RequestError(message, problem_id="task-file")
     return Task(name=name, file=file, code=read_code_task(file, config), conversations=conversations)
 
