@@ -42,6 +42,7 @@ def test_a_grid_is_every_combination_and_the_last_key_changes_fastest() -> None:
     assert title_of(space.grid()[2]) == "optimizer.learning_rate=0.2 s=1"
     words = ["training.seed=1,2", "dataset.system_prompt=Be brief; be kind"]  # a text that Hydra's grammar lacks
     assert len(read_space(words, is_search=False).grid()) == 2
+    assert [*read_space(["a=1,2", "b=1,2", "a=3"], is_search=False).choices] == ["b"], "the last one counts"
 
 
 @pytest.mark.parametrize(

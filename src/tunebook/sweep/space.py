@@ -55,6 +55,7 @@ def read_space(overrides: list[str], *, is_search: bool) -> Space:
             choices[parsed.get_key_element()] = _distribution(parsed, text, is_search=is_search)
         else:
             fixed.append(text)
+            choices.pop(parsed.get_key_element(), None)  # the last one counts, as in a run
     if not choices:
         raise RequestError(
             "no override lists several values, so there is nothing to sweep over; list some with commas, such as "
