@@ -234,6 +234,7 @@ def test_the_metric_is_the_most_telling_that_all_trials_measure(
     [
         (("evaluation=none,quickstart",), {"metric": "evaluation_score"}, "sweep-metric"),
         (("training.seed=0,1",), {"prune": 5}, "sweep-option"),
+        (("optimizer.learning_rate=1e-3,2e-3",), {"seed": 1}, "sweep-option"),
         (("training.seed=0,1", "launcher=slurm", "hardware.num_nodes=2", "parallelism=ddp"), {}, "sweep-array"),
         (("training.seed=0,1", "launcher=slurm", "launcher.container_image=a.sqsh"), {}, "sweep-array"),
         (("launcher=slurm", "launcher.partition=a,b"), {}, "sweep-array"),

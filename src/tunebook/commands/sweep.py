@@ -111,6 +111,12 @@ def plan_sweep(
 
     Raises: RequestError that names the trials that cannot run, or says which option cannot be used.
     """
+    if options.seed is not None and options.num_trials is None:
+        raise RequestError(
+            f"--seed={options.seed} is of a search: add --num-trials=20, or type training.seed={options.seed} for the "
+            "trainings",
+            problem_id="sweep-option",
+        )
     space = read_space(words, is_search=options.num_trials is not None)
     trials = space.grid() if options.num_trials is None else space.corners()
     # Trials side by side see their share of the GPUs, so `auto` decides for that share.
