@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.errors import RequestError
 from tunebook.evidence.card import BEGIN, END, cells, plot_file, section, update_card, update_overview
 from tunebook.evidence.schema import read_evidence
 
@@ -61,13 +60,15 @@ def test_the_picture_stands_alone_and_holds_the_curve(evidence: Path) -> None:
     assert paths[0].count("L") == len(curve()) - 1
 
 
-def test_a_card_without_the_heading_is_refused_before_anything_is_written(
-    card: Path, make_run: MakeRun, record: Record
-) -> None:
-    card.write_text("# quickstart\n")
-    with pytest.raises(RequestError, match="has no heading '## Evidence'"):
-        record(make_run(), make_run())
-    assert not (card.parent / "evidence").exists()
+@pytest.mark.parametrize("text", [None, "# mine\n\nWhat it is.\n"])
+def test_a_card_without_the_heading_gets_it(card: Path, make_run: MakeRun, record: Record, text: str | None) -> None:
+    card.unlink()
+    if text is not None:
+        card.write_text(text)
+    record(make_run(), make_run())
+    written = card.read_text()
+    assert written.startswith(text or f"# {card.parent.name}\n")
+    assert written.count("## Evidence\n") == 1 and "(evidence/cpu-1-try.svg)" in written
 
 
 def test_the_row_counts_the_files_and_the_others_stay(tmp_path: Path, evidence: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tunebook.config.identity import flat_differences
 from tunebook.errors import RequestError
-from tunebook.evidence.card import update_card, update_overview, with_section
+from tunebook.evidence.card import update_card, update_overview
 from tunebook.evidence.compare import (
     Claim,
     claim_of_evidence,
@@ -65,7 +65,7 @@ def verify_command(
     if record != (label is not None) or (record and against is not None) or (not record and len(runs) != 1):
         raise RequestError(
             "type tunebook verify [RUN] [--against FILE] to compare one run, or tunebook verify RUN RUN --record "
-            "--label NAME to record evidence of several",
+            "--label NAME to record evidence of several (to compare two runs: tunebook diff RUN RUN)",
             problem_id="evidence-label",
         )
     typed = None if target is None else parse_target(target)
@@ -127,7 +127,6 @@ def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console:
     _require_repetitions(runs)
     folder = evidence_folder(recipe, recipes_dirs)
     card = folder.parent / "README.md"
-    with_section(card, "")  # refused now, before anything is written
     file = write_evidence(evidence_of(runs, label, recipes_dirs, target), folder)
     print_text(f"written: {file}", console)
     files = evidence_files(recipe, recipes_dirs)

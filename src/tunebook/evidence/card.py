@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tunebook.config.override_text import command_words, shell_command
-from tunebook.errors import RequestError
 from tunebook.evidence.schema import Evidence, Kind, read_evidence
 from tunebook.evidence.target import describe_target, recorded_text
 from tunebook.evidence.tolerances import LOSS, SPEED
@@ -26,7 +25,7 @@ path.faint{stroke-width:1;opacity:.4}path.arrow{display:none}.cursor{display:non
 
 
 def update_card(card: Path, files: Sequence[Path]) -> None:
-    """Write the plot of each file and the card's section. Raises: RequestError for a card without a section."""
+    """Write the plot of each file and the card's section."""
     recorded = [(file, read_evidence(file)) for file in files]
     for file, evidence in recorded:
         atomic_write_text(plot_file(file), draw(evidence))
@@ -34,14 +33,14 @@ def update_card(card: Path, files: Sequence[Path]) -> None:
 
 
 def with_section(card: Path, made: str) -> str:
-    """The card's text with this section between its markers, which are added below the heading the first time."""
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    """The card's text with this section between its markers. The first time they and a missing heading are added."""
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {card.parent.name}\n"
     if BEGIN in text and END in text:
         before, rest = text.split(BEGIN, 1)
         return f"{before}{made}{rest.split(END, 1)[1]}"
     heading = _HEADING.search(text)
     if heading is None:
-        raise RequestError(f"{card} has no heading '## Evidence'; add one", problem_id="evidence-card")
+        return f"{text}\n## Evidence\n\n{made}\n"
     rest = text[heading.end() :].removeprefix("None recorded yet.\n")
     return f"{text[: heading.end()]}{made}\n{rest}"
 
