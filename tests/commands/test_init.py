@@ -61,6 +61,12 @@ def test_a_recipe_on_another_keeps_what_is_not_typed() -> None:
     plan("mine")
 
 
+@pytest.mark.parametrize("key", ["name", "path", "run"])
+def test_a_model_that_is_typed_by_its_key_is_the_title(key: str) -> None:
+    init("mine", "chats.jsonl", f"model.{key}=one/model")
+    assert compose("mine", []).config.title == "one/model on chats.jsonl"
+
+
 @pytest.mark.parametrize("name", ['it\'s "new": #1 \\ {a}.jsonl', "- a, b.jsonl"])
 def test_any_file_name_is_read_back_as_it_was_typed(name: str) -> None:
     Path("chats.jsonl").rename(name)

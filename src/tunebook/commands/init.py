@@ -47,7 +47,9 @@ def init_command(
         raise RequestError(f"{file} exists already; type another name, or remove it", problem_id="recipe-exists")
     composition = compose(base, overrides, recipes_dirs)
     config, chosen = composition.config, composition.groups
-    if config.model.name is None and config.model.path is None:
+    names = [config.model.run, config.model.name, config.model.path]
+    model = next(filter(None, names), None) if chosen["model"] == str(None) else chosen["model"]
+    if model is None:
         raise RequestError("no model is named: add model=ORG/NAME or model=FOLDER", problem_id="init-incomplete")
     if config.dataset.source is Source.files and config.dataset.path is None:
         raise RequestError(
@@ -55,7 +57,6 @@ def init_command(
         )
     if missing := missing_files(config.dataset):
         raise missing
-    model = chosen.get("model") or config.model.name or config.model.path
     title = f"Built on {base}" if base else f"{model} on {config.dataset.path or chosen['dataset']}"
     text = recipe_text(name, base, overrides, title)
     try:
