@@ -151,9 +151,10 @@ def _require_complete(run: RunFacts) -> None:
     """Raises: RequestError unless the run is of committed code and has the loss of every step."""
     code, folder = run.manifest["code"], run.record.folder
     if not code["is_clean"]:
+        changes = code["reason"] or f"{code['git_commit']}, and changes"
         raise RequestError(
-            f"{folder}: its code is not that of a commit ({code['git_commit'] or code['reason']}, and changes), so "
-            "nobody could repeat it; commit the changes and train again",
+            f"{folder}: its code is not that of a commit ({changes}), so nobody could repeat it; train again from a "
+            "checkout whose changes are committed",
             problem_id="evidence-of-changed-code",
         )
     if run.missing_steps:
