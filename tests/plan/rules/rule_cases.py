@@ -285,6 +285,7 @@ CASES = [
             ("dataset.train_split", "test", GENERATED),
             ("dataset.system_prompt", "Be brief.", PLAIN_TEXT),
             ("peft.target_modules", ["q_proj"], {}),
+            ("peft.rank", 8, {}),
             ("schedule.warmup_share", 0.1, {"schedule.name": ScheduleName.constant}),
             ("parallelism.max_live_parameters", 1_000_000, zero(Strategy.zero2)),
             (METRIC, "validation_reward_accuracy", dpo()),

@@ -52,8 +52,8 @@ _OF_A_PART = (
     "format", "text_field", "ignore_keys", "chat_template_kwargs", "question_template", "answer_template"
 )  # fmt: skip
 _OF_ADAPTERS = (
-    *("target_modules", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern"),
-    *("use_dora", "use_rslora"),
+    *("rank", "alpha", "dropout", "target_modules", "modules_to_save", "target_parameters", "rank_pattern"),
+    *("alpha_pattern", "use_dora", "use_rslora"),
 )
 _OF_ZERO3 = (
     *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"),
