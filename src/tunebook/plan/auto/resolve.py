@@ -30,6 +30,7 @@ from tunebook.plan.auto.kernels import (
 )
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
+from tunebook.plan.rules import require_possible
 from tunebook.plan.rules.settings import require_ranges
 from tunebook.train.requirements import hardware_problem
 
@@ -85,8 +86,13 @@ def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     if not has_images:
         decisions.decide("packing.mode", lambda: decide_packing(resolved, is_planned))
-    decide_strategy(decisions)
-    decide_passes(decisions)
+    try:
+        decide_strategy(decisions)
+        decide_passes(decisions)
+    except Exception:
+        # The planned step computes as the run would, and a rule may say why that is not possible.
+        require_possible(resolved)
+        raise
     here = None if is_planned else machine.host_memory_gib
     return Resolution(
         config=resolved,

@@ -53,7 +53,9 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     ):
         unknown = [name for name in names if last_name(name) not in known.union(HEADS) and not name[-1:].isdecimal()]
         if unknown:
-            message = f"{facts.architecture} has no {unknown[0]} to adapt; it has {', '.join(sorted(known))}"
+            message = (
+                f"{facts.architecture} has no {unknown[0]} to adapt; it has {', '.join(sorted(known - {*EMBEDDINGS}))}"
+            )
             yield Finding(message, f"peft.{field}")
 
 

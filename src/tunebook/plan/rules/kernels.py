@@ -11,7 +11,7 @@ from tunebook.facts.architectures import has_attention
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import has_experts
+from tunebook.model.parameters import has_dora, has_experts
 from tunebook.plan.rules.frame import rule
 
 _KEY = "attention.implementation"
@@ -98,7 +98,7 @@ def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
     for flash-attn reads the number of the calling block, so torch compiles each block again and stops after eight.
     sdpa_by_document reads on the host how long the documents of a row are. Adapters in compiled blocks read weights
     that ZeRO-3 gathers in calls of their layers only. The scales of a base in 4 bits cannot be divided by FSDP, and
-    DeepSpeed would cast them.
+    DeepSpeed would cast them. The memory of compiled blocks with DoRA cannot be planned.
     """
     if config.model.compile_layers and config.model.liger_kernel:
         yield "blocks that call Liger's kernels cannot be compiled"
@@ -109,6 +109,8 @@ def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
         yield "compiled blocks with adapters need whole weights, and ZeRO-3 divides them"
     if config.model.compile_layers and method is PeftMethod.qlora and not (strategy.is_copied or strategy.is_zero3):
         yield "blocks with a base in 4 bits are compiled on one GPU and with DDP only"
+    if config.model.compile_layers and has_dora(config):
+        yield "compiled blocks with DoRA cannot be planned, and had other losses"
 
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head", "model.one_pass_head=false")
