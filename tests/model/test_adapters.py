@@ -33,7 +33,8 @@ from tunebook.model.adapters import (
     four_bit,
     freeze_parts,
     keep_in_fp32,
-    require_known_names,
+    require_known_modules,
+    require_known_parameters,
     trains_in_fp32,
     with_adapter,
 )
@@ -235,7 +236,7 @@ def test_an_adapter_on_the_experts_of_some_layers_is_merged_and_unknown_names_ar
     peft = PeftSettings(method=PeftMethod.lora, rank=2, dropout=0.0, target_parameters=EXPERTS)
     config = plain_config(peft=peft)
     adapted: Any = get_peft_model(_gpt_oss(), adapter_config(config))  # type: ignore[arg-type]
-    require_known_names(config, adapted)
+    require_known_parameters(config, adapted)
     trained = {name: weight for name, weight in adapted.named_parameters() if weight.requires_grad}
     of_experts = {name for name in trained if "experts" in name}
     assert len(of_experts) == 4 and all("layers.1." in name for name in of_experts)
@@ -250,11 +251,11 @@ def test_an_adapter_on_the_experts_of_some_layers_is_merged_and_unknown_names_ar
     loaded: Any = with_adapter(_gpt_oss(), tmp_path / "adapter", PeftMethod.lora)
     torch.testing.assert_close(loaded(row).logits, out.logits, rtol=0, atol=1e-4)
     assert (_gpt_oss()(row).logits - out.logits).abs().max() > 1e-2
-    for key, names in (
-        ("target_parameters", [*EXPERTS, "9.mlp.experts.down_proj"]),
-        ("modules_to_save", ["lm_head", "nom"]),
+    for key, names, require in (
+        ("target_parameters", [*EXPERTS, "9.mlp.experts.down_proj"], require_known_parameters),
+        ("modules_to_save", ["lm_head", "nom"], require_known_modules),
     ):
         settings: Any = {"method": PeftMethod.lora, key: names}
         with pytest.raises(RequestError, match=rf"peft\.{key}: .*{names[-1]}") as raised:
-            require_known_names(plain_config(peft=PeftSettings(**settings)), adapted)
+            require(plain_config(peft=PeftSettings(**settings)), adapted)
         assert raised.value.problem_id == "adapter-module-unknown"

@@ -63,11 +63,8 @@ def _token_rows(base: Any, tokens: Collection[int]) -> dict[str, list[int]]:
     }
 
 
-def require_known_names(config: RunConfig, adapted: Any) -> None:
-    """Refuse target parameters and modules to save that the model lacks, which PEFT ignores if it finds others.
-
-    Raises: RequestError.
-    """
+def require_known_parameters(config: RunConfig, adapted: Any) -> None:
+    """Refuse target parameters that the model lacks, which PEFT ignores if it finds others. Raises: RequestError."""
     if adapts_parameters(config):
         targeted = [f".{name}" for name in adapted.targeted_parameter_names]
         for name in config.peft.target_parameters:
@@ -77,12 +74,16 @@ def require_known_names(config: RunConfig, adapted: Any) -> None:
                     f"that ends in {name}; name it as in the model's weights, such as 7.mlp.experts.down_proj",
                     problem_id="adapter-module-unknown",
                 )
-    modules = {last_name(name) for name, _ in adapted.named_modules()}
+
+
+def require_known_modules(config: RunConfig, model: Any) -> None:
+    """Refuse modules to save that the model lacks, which PEFT ignores. Raises: RequestError."""
+    modules = {last_name(name) for name, _ in model.named_modules()}
     for name in config.peft.modules_to_save:
         if last_name(name) not in modules:
             raise RequestError(
-                f"peft.modules_to_save: {name} is no module of {type(adapted.get_base_model()).__name__}; type the "
-                "names of its modules, such as lm_head or embed_tokens",
+                f"peft.modules_to_save: {type(model).__name__} has no module {name}; type the names of its modules, "
+                "such as lm_head or embed_tokens",
                 problem_id="adapter-module-unknown",
             )
 

@@ -28,7 +28,8 @@ from tunebook.model.adapters import (
     adapter_config,
     freeze_parts,
     keep_in_fp32,
-    require_known_names,
+    require_known_modules,
+    require_known_parameters,
     see_without_gradients,
     trains_in_fp32,
 )
@@ -150,7 +151,8 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTra
         compile_layers(model, memory_budget=config.activation.memory_budget)
     if config.activation.offload:
         offload_activations(text_blocks(model).values(), Copies(trainer.args.device))
-    require_known_names(config, trainer.model)
+    require_known_modules(config, model)
+    require_known_parameters(config, trainer.model)
     if trains_in_fp32(config):
         keep_in_fp32(trainer.model)
     return fp8_layers

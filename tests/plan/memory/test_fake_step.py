@@ -122,6 +122,13 @@ def test_adapters_keep_the_inputs_that_they_read(lora):
     assert kept(lora) == 4 * (KEPT - frozen - inputs + 2 * lora.peft.rank)
 
 
+def test_an_adapter_on_one_layer_is_planned_as_on_all(lora):
+    lora.peft.target_modules = ["layers.4.self_attn.q_proj"]
+    of_one = kept(lora)
+    lora.peft.target_modules = ["q_proj"]
+    assert of_one == kept(lora)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_frozen_base_in_fp8_keeps_what_one_in_bf16_keeps(lora, is_compiled):
     in_bf16 = replace(BF16, weights="bfloat16", adapters="float32", compiled=is_compiled)

@@ -34,11 +34,12 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
 from tunebook.model.adapted_products import share_inputs
-from tunebook.model.adapters import adapter_config, freeze_parts, see_without_gradients
+from tunebook.model.adapters import adapter_config, freeze_parts, require_known_modules, see_without_gradients
 from tunebook.model.blocks import block_forward, compile_layers
 from tunebook.model.fp8 import convert_frozen_to_fp8, layers_for_fp8
 from tunebook.model.load import auto_class
 from tunebook.model.offloading import offload_activations
+from tunebook.model.parameters import last_name
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
 from tunebook.plan.memory import stand_ins
@@ -116,7 +117,10 @@ class FakeStep:
                     module.forward = stand_ins.four_bit_forward.__get__(module)
         lora = adapter_config(config)
         if lora is not None:
+            if config.peft.target_modules:  # of one layer: the layers here have other numbers
+                lora.target_modules = [*{last_name(name) for name in config.peft.target_modules}]
             _adapt(causal, lora, mode)
+            require_known_modules(config, causal)
             if mode.compiled:
                 share_inputs(causal)
                 if mode.quantized:
@@ -347,8 +351,8 @@ def _adapt(causal: Any, lora: Any, mode: Mode) -> None:
     module.to = lambda self, *_, **__: self
     try:
         adapted: Any = get_peft_model(causal, lora)
-    except ValueError as error:  # of stacked experts
-        text = f"PEFT cannot adapt this model: {error}; try peft.dropout=0 peft.use_dora=false"
+    except ValueError as error:
+        text = f"PEFT cannot adapt this model: {error}; name other peft.target_modules or peft.target_parameters"
         raise RequestError(text, problem_id="adapter-not-possible") from error
     finally:
         module.to = moving
