@@ -12,6 +12,7 @@ from tunebook.config.compose import compose
 from tunebook.config.foreign import instead_of, names
 from tunebook.config.keys import all_keys
 from tunebook.config.schema import GROUPS
+from tunebook.errors import RequestError
 
 
 def advised(name: str) -> list[str]:
@@ -60,6 +61,9 @@ def test_the_table_of_the_page_is_what_is_answered(project_root: Path) -> None:
             "lora_target_modules is peft.target_modules: type peft=lora 'peft.target_modules=[q_proj,v_proj]' (",
         ),
         ("zero_optimization.stage=3", "there is no key 'zero_optimization.stage': type parallelism=zero3"),
+        ("load_in_8bit=false", "there is no key 'load_in_8bit': leave it out"),
+        ("adapter=null", "there is no key 'adapter': leave it out"),
+        ("use_dora=false", "use_dora is peft.use_dora: type peft=lora peft.use_dora=false"),
         ("neftune_noise_alpha=5", "there is no key 'neftune_noise_alpha': not offered"),
         ("learning_ratee=1", ""),
         ("training.seed=1", ""),
@@ -71,8 +75,19 @@ def test_a_setting_is_answered_with_what_to_type(word: str, instead: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "word", ["val_set_size=500", "save_steps=0.1", "max_grad_norm=0", "warmup_steps=none", "loss_type=[sigmoid,sft]"]
+    "word",
+    [
+        *("val_set_size=500", "save_steps=0.1", "max_grad_norm=0", "warmup_steps=none", "loss_type=[sigmoid,sft]"),
+        "lora_target_modules=null",
+    ],
 )
 def test_a_value_that_does_not_fit_is_not_suggested(word: str) -> None:
     name, _, value = word.partition("=")
-    assert f"={value}" not in instead_of(name, value).partition(": ")[2]
+    answer = instead_of(name, value).partition(": ")[2]
+    assert f"={value}" not in answer and f"[{value}]" not in answer
+
+
+@pytest.mark.parametrize("key", ["lora_target", "peft.target_modules"])
+def test_values_with_commas_of_a_list_are_answered_with_the_list(key: str) -> None:
+    with pytest.raises(RequestError, match=r"'peft\.target_modules=\[q_proj,v_proj\]'"):
+        compose("quickstart", [f"{key}=q_proj,v_proj"])

@@ -7,6 +7,7 @@ is not imported.
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -101,15 +102,22 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
         try:
             override = parse_override(text)
             if override.is_sweep_override():
-                as_text = typed(*text.split("=", 1))
-                message = "lists several values; for one run each: tunebook sweep; for one text with commas: type"
-                raise _wrong_form(text, f"{message} {as_text}")
+                raise _wrong_form(text, _of_several_values(*text.split("=", 1)))
             parsed.append(override)
         except RequestError as error:
             errors.append(error)
     if errors:
         raise all_of(errors)
     return parsed
+
+
+def _of_several_values(key: str, value: str) -> str:
+    setting, each = all_keys().get(key), "for one run each: tunebook sweep"
+    if setting is None and (instead := instead_of(key, value)):
+        return instead
+    if setting is not None and str(setting.type).startswith("list"):
+        return f"a list is typed {shlex.quote(f'{key}=[{value}]')}; {each}"
+    return f"lists several values; {each}; for one text with commas: type {typed(key, value)}"
 
 
 def parse_override(text: str) -> Override:

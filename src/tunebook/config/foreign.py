@@ -36,8 +36,9 @@ def instead_of(name: str, value: str | None = None, *, missing: str = "") -> str
     """
     parts = name.lower().split(".")
     suffixes = [".".join(parts[start:]) for start in range(len(parts))]
-    found = (names().get(f"{suffix}={value}".lower()) or names().get(suffix) for suffix in suffixes)
-    entry = next(filter(None, found), None)
+    found = (each for suffix in suffixes for each in (f"{suffix}={value}".lower(), suffix) if each in names())
+    known = next(found, "")
+    entry = names().get(known)
     if entry is None or (name in all_keys() and name not in GROUPS):
         return ""
     overrides, has_remark, remark = entry.partition("(")
@@ -46,6 +47,8 @@ def instead_of(name: str, value: str | None = None, *, missing: str = "") -> str
         return f"{missing or f'there is no key {name!r}'}: {remark.removesuffix(')')}"
     key = next((override.partition("=")[0] for override in overrides.split() if _EXAMPLE.search(override)), None)
     beginning = missing or (f"{name} is {key}" if key else f"there is no key {name!r}")
+    if key is None and "=" not in known and str(value).lower() in ("false", "null", "none"):
+        return f"{beginning}: leave it out"
     return f"{beginning}: type {' '.join(typed)} {has_remark}{remark}".rstrip()
 
 
@@ -58,6 +61,8 @@ def _with_value(override: str, value: str | None) -> str:
 
 def _is_taken(key: str, value: str) -> bool:
     setting = all_keys().get(key)
+    if value == "null" and setting is not None and str(setting.type).startswith("list"):
+        return False
     if setting is not None and isinstance(setting.default, Enum):
         return value.strip("[]") in type(setting.default).__members__
     if setting is None or "limits" not in setting.metadata:
