@@ -110,6 +110,15 @@ def test_models_that_are_not_whole_or_not_the_planned_one_are_refused(stored: Pa
         assert caught.value.problem_id == problem_id
 
 
+@pytest.mark.parametrize(("file", "fix"), [("run.yaml", "model.run="), ("adapter_config.json", "export RUN --merge")])
+def test_a_folder_of_a_run_or_an_adapter_is_answered_with_the_way_to_its_model(
+    tmp_path: Path, file: str, fix: str
+) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(RequestError, match=fix):
+        load_model(run(tmp_path))
+
+
 def test_planned_facts_are_enough_for_random_weights_without_a_hub() -> None:
     architecture = load_architecture(ModelConfig(name="no/where", weights=Weights.random, facts=FACTS))
     assert (architecture.num_hidden_layers, architecture.vocab_size, architecture.model_type) == (2, 64, "llama")

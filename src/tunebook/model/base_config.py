@@ -21,6 +21,10 @@ def model_folder_problem(model: ModelConfig) -> str | None:
     folder = resolve_path(model.path)
     if (folder / "config.json").is_file():
         return None
+    if (folder / "run.yaml").is_file():
+        return f"the folder {folder} is a run; model.run={model.path} starts from its model"
+    if (folder / "adapter_config.json").is_file():
+        return f"the folder {folder} holds an adapter alone; merge it into its base: tunebook export RUN --merge"
     problem = "has no config.json" if folder.is_dir() else "does not exist"
     return (
         f"the folder {folder} {problem}; a model is a folder in Hugging Face's layout (config.json, tokenizer.json, "
