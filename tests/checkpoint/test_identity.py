@@ -93,6 +93,9 @@ def test_a_refusal_names_all_that_must_be_allowed(
     with pytest.raises(RequestError) as impossible:
         require_same(checkpoint, record, replace(identity, peft="lora"), list(ResumeAnyway))
     assert impossible.value.problem_id == "checkpoint-of-another-run"
+    adapter = make_checkpoint(tmp_path, 5, identity=replace(identity, peft="lora"))
+    with pytest.raises(RequestError, match="tunebook export --merge"):
+        require_same(adapter, read_record(adapter), identity, list(ResumeAnyway))
 
 
 @pytest.mark.parametrize(

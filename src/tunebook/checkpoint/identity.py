@@ -77,9 +77,10 @@ def require_same(checkpoint: Path, record: CheckpointRecord, identity: Identity,
     """Refuse a checkpoint that a run cannot resume from, or only with another result. Raises: RequestError."""
     differing = list(differences(record.identity, identity))
     if impossible := [difference for difference in differing if difference.allowed_by is None]:
+        export = "tunebook export" if record.identity.peft == PeftMethod.full.name else "tunebook export --merge"
         raise RequestError(
             f"{checkpoint} cannot be resumed from: {'; '.join(difference.text for difference in impossible)}. Resume "
-            "with what it was saved with, or start from its weights, with a new optimizer: tunebook export, then "
+            f"with what it was saved with, or start from its weights, with a new optimizer: {export}, then "
             "model=THAT_FOLDER; to start again: training.resume=never",
             problem_id="checkpoint-of-another-run",
         )
