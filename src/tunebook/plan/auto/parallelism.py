@@ -39,11 +39,21 @@ def decide_strategy(decisions: Decisions) -> None:
     """Fill in `parallelism.strategy` and give the section that strategy's schema, as if it had been typed."""
     config = decisions.config
     is_open = config.parallelism.strategy is UNDECIDED
-    if is_open and type(config.parallelism) is not ParallelismConfig:
+    if is_open and not _is_free(config):
         return  # would lose the settings of a named strategy; see `strategy-settings-mismatch`
     decisions.decide("parallelism.strategy", lambda: _strategy(config))
     if is_open:
         config.parallelism = _settings(config, config.parallelism.strategy)
+
+
+def assume_copies(config: RunConfig) -> None:
+    """Set the strategy that allows the most, if none was decided."""
+    if _is_free(config):
+        config.parallelism = _settings(config, COPIED)
+
+
+def _is_free(config: RunConfig) -> bool:
+    return config.parallelism.strategy is UNDECIDED and type(config.parallelism) is ParallelismConfig
 
 
 def _settings(config: RunConfig, strategy: Strategy) -> ParallelismConfig:

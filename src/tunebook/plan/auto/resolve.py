@@ -28,7 +28,7 @@ from tunebook.plan.auto.kernels import (
     decide_head,
     decide_packing,
 )
-from tunebook.plan.auto.parallelism import decide_strategy
+from tunebook.plan.auto.parallelism import assume_copies, decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules import require_possible
 from tunebook.plan.rules.settings import require_ranges
@@ -91,6 +91,7 @@ def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool
         decide_passes(decisions)
     except Exception:
         # The planned step computes as the run would, and a rule may say why that is not possible.
+        assume_copies(resolved)
         require_possible(resolved)
         raise
     here = None if is_planned else machine.host_memory_gib
