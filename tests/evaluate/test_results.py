@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.errors import TunebookError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.results import (
     Answer,
     choose_samples,
@@ -45,6 +45,13 @@ def test_the_first_filter_of_the_first_listed_metric_is_the_main_one() -> None:
     score = task_scores(results(samples, **metrics))["words"]
     assert (score["value"], score["stderr"], score["groups"]) == (1.0, None, {})
     assert [given.answer for given in task_answers("words", results(samples, **metrics))] == ["x"]
+
+
+def test_a_task_whose_metric_is_not_computed_is_an_error_and_a_group_without_one_is_not() -> None:
+    with pytest.raises(RequestError) as raised:
+        task_scores(results([sample("1", "x", "x", None)]))
+    assert raised.value.problem_id == "task-without-score"
+    assert task_scores(results([])) == {}
 
 
 def test_the_samples_are_the_same_before_and_after_training() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tunebook.checkpoint.choose import same_command
 from tunebook.config.frozen import load_config
 from tunebook.data.images import reference_to, thumbnail
-from tunebook.errors import TunebookError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.files import read_json, sha256_text
 from tunebook.record.run_folder import RUN_FILE
 
@@ -45,8 +45,15 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     scores = {}
     for name in dict.fromkeys([*results["group_subtasks"], *results["results"]]):
         metrics, key = results["results"][name], _main_metric(name, results)
-        if key is None:  # a group without a score of its own
-            continue
+        if key is None:
+            if results["samples"].get(name):
+                named = ", ".join(str(listed["metric"]) for listed in results["configs"][name].get("metric_list") or [])
+                raise RequestError(
+                    f"{name} has no score: lm-evaluation-harness does not compute {named} for its output_type; in "
+                    "metric_list type exact_match for generate_until, and acc for multiple_choice",
+                    problem_id="task-without-score",
+                )
+            continue  # a group without a score of its own
         metric, _, filter_name = key.partition(",")
         if _finite(metrics[key]) is None:
             raise TunebookError(
