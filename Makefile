@@ -43,8 +43,9 @@ plan:  ## What RECIPE would take: batch, memory per GPU, time; ARGS=--json for p
 data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
 # A file of data in ARGS takes the place of a recipe, unless one is typed, too.
+DATA = $(filter %.jsonl %.json %.csv %.tsv %.gz %.parquet,$(foreach word,$(value ARGS),$(if $(findstring =,$(word)),,$(word))))
 train plan data sweep:
-	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(filter %.jsonl %.json %.csv %.parquet,$(value ARGS)),,$(RECIPE))) $(value ARGS)
+	$(FRONT) run $@ $(if $(filter-out file,$(origin RECIPE)),$(RECIPE),$(if $(DATA),,$(RECIPE))) $(value ARGS)
 
 # ARGS may name what RECIPE names, so RECIPE is passed only if it is typed, or if nothing is.
 fetch:  ## Download what RECIPE needs, to work without a network later; only a suite's data: ARGS=suite=leaderboard

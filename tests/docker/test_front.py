@@ -181,6 +181,22 @@ def test_arguments_and_exit_codes_arrive_as_they_are(machine):
     assert machine.front(*TRAIN, GPU="cpu").returncode == 137
 
 
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        ("training.seed=1 --dry-run", "quickstart"),
+        ("dataset.validation_path=held_out.jsonl", "quickstart"),
+        ("chats.jsonl.gz model=ORG/NAME", "chats.jsonl.gz"),
+    ],
+)
+def test_the_recipe_of_make_gives_way_to_data(machine, arguments, first):
+    machine.venv()
+    done = machine.command("make", "sweep", f"ARGS={arguments}")
+    assert words_of(done.stdout)[:2] == ["sweep", first]
+    done = machine.command("make", "sweep", "RECIPE=typed", f"ARGS={arguments}")
+    assert words_of(done.stdout)[:2] == ["sweep", "typed"]
+
+
 def test_a_recipe_that_is_typed_as_a_target_is_refused(machine):
     machine.venv()
     (machine.checkout / "chats.jsonl").touch()
