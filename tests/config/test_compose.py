@@ -205,6 +205,13 @@ class TestRecipesOfOnesOwn:
             composed(recipe="mine", recipes_dirs=[tmp_path])
         assert caught.value.problem_id == problem_id
 
+    def test_all_wrong_keys_of_a_recipe_are_named(self, tmp_path):
+        (tmp_path / "mine.yaml").write_text("lora_r: 8\nseed: 3\ntraining: {max_length: many}\n")
+        with pytest.raises(RequestError) as caught:
+            composed(recipe="mine", recipes_dirs=[tmp_path])
+        for typed in ("peft.rank=8", "training.seed=3", "training.max_length: "):
+            assert typed in caught.value.message
+
     @pytest.mark.parametrize(
         ("parent", "problem_id", "said"),
         [

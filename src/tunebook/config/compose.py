@@ -62,7 +62,7 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
     layers: list[Layer] = []
     for file in load_recipes(recipe, recipes_dirs or []) if recipe is not None else []:
         choices |= {group: (choice, str(file.file)) for group, choice in file.choices.items()}
-        layers.append(Layer(place=str(file.file), values=file.body))
+        layers += [Layer(place=str(file.file), values={key: value}) for key, value in file.body.items()]
     for override in parse_overrides(overrides):
         key, value, text = override.key_or_group, override.value(), (override.input_line or "").partition("=")[2]
         place = f"override '{shown(override.input_line or '')}'"
