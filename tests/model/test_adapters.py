@@ -220,6 +220,13 @@ def test_a_layer_can_have_a_rank_and_an_alpha_of_its_own() -> None:
     assert (layer.k_proj.lora_A["default"].out_features, layer.k_proj.scaling["default"]) == (16, 32 / 16)
 
 
+def test_an_adapter_names_the_revision_of_its_base() -> None:
+    """Without it, PEFT would load the newest."""
+    model = ModelConfig(name="org/base", revision="v1.0")
+    found: Any = adapter_config(plain_config(model=model, peft=PeftSettings(method=PeftMethod.lora)))
+    assert found.revision == "v1.0"
+
+
 EXPERTS = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]
 
 

@@ -39,6 +39,7 @@ def adapter_config(
 
     return LoraConfig(
         task_type="CAUSAL_LM",
+        revision=config.model.revision,  # of the base; PEFT would load the newest
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank; a fraction is fine
         lora_dropout=settings.dropout,
