@@ -248,6 +248,11 @@ def test_what_a_sweep_cannot_do_is_refused(
     assert raised.value.problem_id == problem_id
 
 
+def test_a_warning_of_several_trials_is_one() -> None:
+    warnings = planned("hardware=cpu", "hardware.gpus_per_node=1", "peft.rank=8,16")[2]
+    assert [(warning.id, warning.key) for warning in warnings] == [("setting-ignored", "peft.rank")]
+
+
 def test_trials_side_by_side_share_the_gpus() -> None:
     words = ["training.seed=choice(0)", "parallelism=ddp", "packing=padded", "model.compile_layers=false"]
     for jobs, share in ((1, 8), (3, 2)):

@@ -17,12 +17,13 @@ from tunebook.config.identity import config_hash
 from tunebook.config.launchers import RayConfig
 from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
+from tunebook.errors import Problem, RequestError, StoppedError, TunebookError, first_few
 from tunebook.facts.methods import VALIDATION_METRICS, method_facts
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
 from tunebook.plan.draft import Draft, draft_run
+from tunebook.plan.show import show_warnings
 from tunebook.record.run_folder import LOCK_FILE, run_name, working_in
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
@@ -70,7 +71,8 @@ def sweep_command(
     """
     options = options or SweepOptions()
     machine = detect_machine()
-    sweep, config = plan_sweep(recipe, words, recipes_dirs, options, machine, is_started=not dry_run)
+    sweep, config, warnings = plan_sweep(recipe, words, recipes_dirs, options, machine, is_started=not dry_run)
+    show_warnings(warnings, console)
     if dry_run:
         grid = sweep.space.grid() if sweep.num_trials is None else []
         for number, values in enumerate(grid):
@@ -106,9 +108,10 @@ def plan_sweep(
     machine: Machine,
     *,
     is_started: bool,
-) -> tuple[Sweep, RunConfig]:
-    """Check every trial of a grid, or the ends of every range of a search; return the first one's configuration.
+) -> tuple[Sweep, RunConfig, list[Problem]]:
+    """Check every trial of a grid, or the ends of every range of a search.
 
+    Returns also the first one's configuration, and each warning once.
     Raises: RequestError that names the trials that cannot run, or says which option cannot be used.
     """
     if options.seed is not None and options.num_trials is None:
@@ -139,7 +142,8 @@ def plan_sweep(
         check_array(configs)
         if is_started:
             check_job(configs[0])
-    return sweep, configs[0]
+    warnings = {(problem.id, problem.key): problem for draft in reversed(drafts) for problem in draft.problems}
+    return sweep, configs[0], [*warnings.values()]
 
 
 def _check_trials(
