@@ -36,8 +36,11 @@ def adapted(*, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
 
 
 def losses(model: Any, *, steps: int = 5, is_autocast: bool = False) -> list[float]:
-    """Losses of a short training on random tokens."""
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    """Losses of a short training on random tokens.
+
+    By plain descent: Adam hides a wrong factor of a gradient, and turns the rounding of one near zero into a step.
+    """
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.03)
     tokens = torch.randint(0, SMALL["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(1))
     model.train()
     values = []
@@ -61,8 +64,7 @@ def test_losses_are_pefts_in_fp32(settings: dict[str, Any]) -> None:
     expected = losses(adapted(**settings))
     model = adapted(**settings)
     assert share_inputs(model) > 0
-    # Adam turns the rounding of gradients near zero, which depends on the processor, into steps.
-    assert losses(model) == pytest.approx(expected, rel=2e-5)
+    assert losses(model) == pytest.approx(expected, rel=1e-6)
     assert expected[-1] < expected[0]
 
 
@@ -106,8 +108,7 @@ def test_compiled_blocks_are_one_graph_with_the_same_losses(is_recomputed: bool)
         return graph.forward
 
     compile_layers(model.get_base_model(), backend=backend)
-    # Adam turns the rounding of gradients near zero, which depends on the processor, into steps.
-    assert losses(model) == pytest.approx(expected, rel=2e-5)
+    assert losses(model) == pytest.approx(expected, rel=1e-6)
     assert len(graphs) == 1
 
 

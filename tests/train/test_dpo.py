@@ -159,7 +159,9 @@ def test_packed_pairs_have_the_losses_of_padded_ones(run, dpo, is_full, attentio
     peft = PeftSettings() if is_full else PeftSettings(method=PeftMethod.lora, dropout=0.0, target_modules=targets)
     training = {"max_steps": 6, "evaluate_every_steps": 3}
     settings = {"rpo_alpha": 0.7, "loss_type": DpoLoss.ipo}
-    config = replace(dpo(settings, dataset={"validation_share": 0.3}, training=training), peft=peft)
+    optimizer = {"epsilon": 1e-4}  # with Adam's own, the rounding of gradients near zero becomes steps
+    config = dpo(settings, dataset={"validation_share": 0.3}, training=training, optimizer=optimizer)
+    config = replace(config, peft=peft)
     padded = run(replace(config, training=replace(config.training, micro_batch_size=8)), "padded")[2]
     rows = in_packed_rows(config, row_length=128)
     rows = replace(rows, attention=AttentionConfig(implementation=attention))
@@ -170,8 +172,7 @@ def test_packed_pairs_have_the_losses_of_padded_ones(run, dpo, is_full, attentio
         values = [[line[name] for line in lines if name in line] for lines in (packed, padded)]
         assert len(values[0]) == len(values[1]) >= 2
         first = name == "reward_accuracy"  # in the first step, rounding decides
-        # A margin is a difference of sums of about 100, whose rounding depends on the processor.
-        assert values[0][first:] == pytest.approx(values[1][first:], rel=2e-6, abs=5e-6), name
+        assert values[0][first:] == pytest.approx(values[1][first:], rel=2e-6, abs=1e-6), name
 
 
 def test_packed_pairs_that_leak_end_the_run_before_the_reference_is_kept(run, dpo, monkeypatch, capsys):
