@@ -48,8 +48,7 @@ def init_command(
     composition = compose(base, overrides, recipes_dirs)
     config, chosen = composition.config, composition.groups
     names = [config.model.run, config.model.name, config.model.path]
-    model = next(filter(None, names), None) if chosen["model"] == str(None) else chosen["model"]
-    if model is None:
+    if not any(names):
         raise RequestError("no model is named: add model=ORG/NAME or model=FOLDER", problem_id="init-incomplete")
     if config.dataset.source is Source.files and config.dataset.path is None:
         raise RequestError(
@@ -57,6 +56,7 @@ def init_command(
         )
     if missing := missing_files(config.dataset):
         raise missing
+    model = next(filter(None, names)) if chosen["model"] == str(None) else chosen["model"]  # a group without a choice
     title = f"Built on {base}" if base else f"{model} on {config.dataset.path or chosen['dataset']}"
     text = recipe_text(name, base, overrides, title)
     try:

@@ -142,7 +142,7 @@ def plan_sweep(
         check_array(configs)
         if is_started:
             check_job(configs[0])
-    warnings = {(problem.id, problem.key): problem for draft in reversed(drafts) for problem in draft.problems}
+    warnings = {(problem.id, problem.key): problem for draft in drafts for problem in draft.problems}
     return sweep, configs[0], [*warnings.values()]
 
 

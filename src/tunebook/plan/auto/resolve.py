@@ -13,7 +13,7 @@ from tunebook.config.choices import Compute, Generation, MasterWeights, ModelPar
 from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.data.sources import begins_with_images
-from tunebook.errors import Problem
+from tunebook.errors import Problem, RulesError
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
@@ -30,7 +30,7 @@ from tunebook.plan.auto.kernels import (
 )
 from tunebook.plan.auto.parallelism import assume_copies, decide_strategy
 from tunebook.plan.auto.passes import decide_passes
-from tunebook.plan.rules import require_possible
+from tunebook.plan.rules import check
 from tunebook.plan.rules.settings import require_ranges
 from tunebook.train.requirements import hardware_problem
 
@@ -92,7 +92,9 @@ def resolve_auto(config: RunConfig, machine: Machine, *, is_default_length: bool
     except Exception:
         # The planned step computes as the run would, and a rule may say why that is not possible.
         assume_copies(resolved)
-        require_possible(resolved)
+        problems = check(resolved)
+        if any(problem.is_error for problem in problems):
+            raise RulesError(problems) from None
         raise
     here = None if is_planned else machine.host_memory_gib
     return Resolution(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tunebook.config.schema import RunConfig
-from tunebook.errors import Problem, RulesError
+from tunebook.errors import Problem
 from tunebook.plan.rules import (
     adapters,
     batch,
@@ -34,7 +34,7 @@ from tunebook.plan.rules import (
 )
 from tunebook.plan.rules.frame import Rule
 
-__all__ = ["RULES", "check", "located", "require_possible"]
+__all__ = ["RULES", "check", "located"]
 
 PlaceOf = Callable[[str], str | None]
 _MODULES = (settings, model, data, method, batch, precision, kernels, parallelism, adapters, optimizer, running)
@@ -54,12 +54,6 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
     problems = problems or [problem for rule in RULES for problem in rule.problems(config)]
     problems = problems if place_of is None else located(problems, place_of)
     return sorted(problems, key=lambda problem: not problem.is_error)
-
-
-def require_possible(config: RunConfig) -> None:
-    """Raises: RulesError with the broken rules that are errors."""
-    if errors := [problem for problem in check(config) if problem.is_error]:
-        raise RulesError(errors)
 
 
 def located(problems: list[Problem], place_of: PlaceOf) -> list[Problem]:
