@@ -5,7 +5,7 @@
 Its benchmark recipe with the settings of llama3_1_8b_peft_benchmark.yaml: Llama 3.1 8B, adapters of rank 16 on all
 linear layers with a dropout of 0.1, 2 rows of 4,096 random tokens, 16 times a step, whole rows as one document. Weights
 are random. SITE has nemo-automodel 0.7.0 with megatron-fsdp 0.5.0, flashoptim, torchdata, torchao and transformers
-5.18.0. It draws the weights on the CPU: give it `--timeout-s 280`.
+5.18.0. After 110 s on an H200 it had not begun the first step: it draws the weights on the CPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Its own trainer, started as its run_train.sh starts it; see `peer_torchtitan_mod
 data set lays documents end to end and cuts the stream into rows: no token is padding. Flex attention keeps documents
 apart. Weights and optimizer are fp32, computed in bf16; with adapters all is bf16, and documents have 512 tokens.
 32,768 tokens a GPU and optimizer step; the speed is what it logs (tps), the median after the first 10 steps. The first
-step compiled for more than 100 s on an H200: give it `--timeout-s 280`.
+step compiled for more than 100 s on an H200.
 """
 
 from __future__ import annotations
