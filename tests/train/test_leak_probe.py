@@ -16,7 +16,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.errors import InvalidTrainingError
-from tunebook.model.blocks import compile_layers
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import leak_probe
 from tunebook.train.leak_probe import LeakProbe, TrainingForward
@@ -67,19 +66,6 @@ def test_isolated_rows_pass_and_what_was_measured_is_recorded(whole):
     assert entry["leaking"] > 1000 * entry["tolerance"]["logits"]
     assert entry["loss_difference"] <= entry["tolerance"]["loss"]
     assert entry["tokens_together"] == entry["tokens_apart"] == 78
-
-
-@pytest.mark.usefixtures("own_compiler")
-def test_compiled_blocks_are_probed_without_compiling(probed, monkeypatch):
-    call, graphs, init = probed(), [], TrainingForward.__init__
-
-    def compile_first(self, trainer, *rest):
-        compile_layers(trainer.model, backend=lambda graph, _: graphs.append(graph) or graph)
-        init(self, trainer, *rest)
-
-    monkeypatch.setattr(TrainingForward, "__init__", compile_first)
-    entry, refused = call()
-    assert (entry["checked"], refused, graphs) == (True, None, [])
 
 
 def with_a_mask(monkeypatch):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.compiler import set_stance
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunebook.config.choices import PackingMode, Switch
@@ -93,14 +92,10 @@ class LeakProbe(TrainerCallback):
     def _measure(self) -> Isolation:
         model, sequence = self.trainer.model_wrapped, self.trainer.sequence
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
-        is_flex = self.config.attention.implementation is FLEX
-        lengths = LENGTHS_FOR_FLEX if is_flex else LENGTHS
-        # Passes without gradients would be compiled into graphs of their own, in seconds, that training does not use.
-        # Flex attention's kernel exists only compiled.
-        stance = "default" if is_flex else "force_eager"
+        lengths = LENGTHS_FOR_FLEX if self.config.attention.implementation is FLEX else LENGTHS
         model.eval()  # dropout would differ between two passes; each training step sets the other mode
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.no_grad(), torch.random.fork_rng(devices), plain_products(model), set_stance(stance):
+        with torch.no_grad(), torch.random.fork_rng(devices), plain_products(model):
             try:
                 forward = TrainingForward(self.trainer, sequence)
                 isolation = measure_isolation(forward, vocab_size, _lengths(lengths, sequence), forward.image)
