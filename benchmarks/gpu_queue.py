@@ -1,7 +1,8 @@
-"""Run many `tunebook train` commands on one GPU machine: several start at once and take turns on the GPUs.
+"""Run many commands that train on one GPU machine: several get ready at once and are timed one after the other.
 
-A short run spends most of its time without a GPU: it imports libraries and prepares data. Those parts overlap here.
-From the first use of a GPU to its end, a run has its GPUs to itself. The other end is `gpu_turns/sitecustomize.py`.
+A short run spends most of its time on imports, data, weights and compilation. These overlap, as far as the planned
+memory of all fits on the GPU. After its warm-up a run waits until no other is getting ready on its GPUs; then it has
+them to itself until it ends. The other end is `turns.py`, for Tunebook's ranks by `gpu_turns/sitecustomize.py`.
 Each run that ends appends one JSON line to OUTPUT/results.jsonl; its small files are in OUTPUT/logs.tgz.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lines import Line, add_line, read_lines, surroundings
+from turns import FOLDER, WARM_UP
 
 from tunebook.plan.auto.decisions import AS_ASKED
 
@@ -33,7 +35,7 @@ _SCORE = ("metric", "value", "stderr", "num_items")
 _TICK_S = 0.05
 _STOP_AGAIN_S = 2.2  # a request within two seconds counts as the first one's repetition
 _ENDED_WITHIN_S = 15.0
-_TURNS = Path(__file__).parent / "gpu_turns"
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,11 @@ class Job:
 
     name: str
     gpus: tuple[int, ...]
-    words: list[str]  # after `tunebook train`
+    command: list[str]
     line: Line  # copied to its line of results
+    gpu_gib: float = 0.0  # planned, of each GPU
     host_gib: float = 0.0  # weights of its ranks in host memory
-    timeout_s: float = 150  # on its GPUs
+    timeout_s: float = 150  # to get ready on its GPUs, and to be timed
     warm_up_steps: int = WARM_UP_STEPS
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -56,23 +59,32 @@ class _Running:
     process: subprocess.Popen[bytes]
     turn: Path  # the folder for messages to its ranks
     started: float
-    went: float | None = None  # when it got its GPUs
+    went: float | None = None  # when it was let on its GPUs, with others
+    timed: float | None = None  # when it got them to itself
     ended: str | None = None  # why it was stopped
 
-    def is_ready(self) -> bool:
-        return self.went is None and len(list(self.turn.glob("ready-*"))) == len(self.job.gpus)
+    def waits_to(self, answer: str) -> bool:
+        word = {"go": "ready", "alone": "warm"}[answer]
+        said = list(self.turn.glob(f"{word}-*"))
+        return len(said) == len(self.job.gpus) and not (self.turn / answer).exists()
+
+    def busy_since(self) -> float | None:
+        """When it began to get ready, or to be timed; None while it waits."""
+        return None if self.waits_to("alone") else self.timed or self.went
 
 
 class GpuQueue:
     """`run` starts the jobs in order and returns the lines of those that ended."""
 
     def __init__(
-        self, jobs: list[Job], output: Path, *, runs: Path, deadline_s: float, max_ranks: int, max_host_gib: float
-    ) -> None:
+        self, jobs: list[Job], output: Path, *, runs: Path, deadline_s: float, max_ranks: int, max_gpu_gib: float,
+        max_host_gib: float,
+    ) -> None:  # fmt: skip
         self.waiting = list(jobs)
         self.output = output
         self.runs = runs  # run folders, which are not kept
         self.max_ranks = max_ranks  # of runs that have not ended
+        self.max_gpu_gib = max_gpu_gib  # planned by runs that share a GPU
         self.max_host_gib = max_host_gib  # of weights of runs that have not ended
         self.running: list[_Running] = []
         self.lines: list[Line] = []
@@ -107,30 +119,47 @@ class GpuQueue:
         kept, turn = self.output / "logs" / job.name, self.runs / "turns" / job.name
         kept.mkdir(exist_ok=True)
         turn.mkdir(parents=True)
-        path = os.pathsep.join([str(_TURNS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TUNEBOOK_BENCH_TURN": str(turn), "PYTHONPATH": path}
-        environment |= {"CUDA_VISIBLE_DEVICES": visible(job.gpus)} | job.environment
-        command = [sys.executable, "-m", "tunebook", "train", *job.words, "--run-folder", str(self.runs / job.name)]
+        path = [str(_HERE / "gpu_turns"), str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", FOLDER: str(turn), "PYTHONPATH": os.pathsep.join(path)}
+        environment |= {"CUDA_VISIBLE_DEVICES": visible(job.gpus), WARM_UP: str(job.warm_up_steps)}
         with (kept / "terminal.txt").open("w") as terminal:
-            process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(
+                job.command, stdout=terminal, stderr=subprocess.STDOUT, env=environment | job.environment
+            )
         return _Running(job=job, process=process, turn=turn, started=time.monotonic())
 
     def _let_some_go(self) -> None:
-        """Give GPUs to the runs that are ready, in order. A run that waits for several GPUs reserves them."""
-        taken = {gpu for run in self.running if run.went is not None for gpu in run.job.gpus}
+        """In order: first those that wait to be timed. A run that waits for several GPUs reserves them."""
         for run in self.running:
-            if run.is_ready():
-                if not taken & set(run.job.gpus):
+            others = self._sharing(run)
+            if run.waits_to("alone") and not any(other.busy_since() for other in others):
+                run.timed = time.monotonic()
+                (run.turn / "alone").touch()
+        reserved: set[int] = set()
+        for run in self.running:
+            if run.waits_to("go"):
+                others = self._sharing(run)
+                fits = sum(other.job.gpu_gib for other in others) + run.job.gpu_gib <= self.max_gpu_gib or not others
+                if fits and not any(other.timed for other in others) and not reserved & set(run.job.gpus):
                     run.went = time.monotonic()
                     (run.turn / "go").touch()
-                taken |= set(run.job.gpus)
+                else:
+                    reserved |= set(run.job.gpus)
+
+    def _sharing(self, run: _Running) -> list[_Running]:
+        """The other runs on its GPUs."""
+        return [
+            other
+            for other in self.running
+            if other is not run and other.went is not None and set(other.job.gpus) & set(run.job.gpus)
+        ]
 
     def _watch(self) -> None:
         now = time.monotonic()
         for run in list(self.running):
             if run.process.poll() is not None:
                 self._collect(run, run.process.returncode)
-            elif run.went is not None and run.ended is None and now - run.went > run.job.timeout_s:
+            elif run.ended is None and now - (run.busy_since() or now) > run.job.timeout_s:
                 self._stop([run], f"stopped after {run.job.timeout_s:g} s on the GPUs")
 
     def _stop(self, runs: list[_Running], why: str) -> None:
@@ -155,9 +184,6 @@ class GpuQueue:
         line = {"name": job.name, "gpus": len(job.gpus), **job.line, "exit_code": exit_code}
         line |= {"ended": run.ended} if run.ended else {}
         line |= {"wall_s": round(now - run.started, 1)}
-        line |= (
-            {"ready_after_s": round(run.went - run.started, 1), "turn_s": round(now - run.went, 1)} if run.went else {}
-        )
         line |= measured(kept, job.warm_up_steps) | host_memory(run.turn) | surroundings()
         self.lines.append(line)
         add_line(line, self.output / "results.jsonl")
@@ -190,7 +216,6 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
     if (file := folder / "manifest.json").exists():
         manifest = json.loads(file.read_text())
         found |= {key: manifest.get(key) for key in ("parallelism_found", "leak_probe")}
-        found["first_step_s"] = (manifest.get("start_up") or {}).get("first_step_s")  # with its wait for the GPUs
     metrics = folder / "metrics.jsonl"
     recorded = read_lines(metrics) if metrics.exists() else []
     for line in recorded:  # the last counts

@@ -11,10 +11,10 @@ A FILE has one configuration per line: `name`, `overrides` and, where needed, `r
 losses are compared with, else `single`; `unsaved`, to write no model; `images`, to write the model with a processor
 (`gpu_image_models.py`).
 
-Each run has its GPUs to itself; `gpu_queue.py` lets others get ready meanwhile. OUTPUT/results.jsonl holds for each
-what the plan says today (`planned_gib`, `planned_tokens_per_second`) and what was measured; `verdict` is `ok`,
-`refused` with the rules that refuse it, or `failed` with the reason. `--profile NAME` and `--memory NAME` add a trace
-of one step (`gpu_turns/traces.py`).
+Runs get ready together and are timed alone (`gpu_queue.py`). OUTPUT/results.jsonl holds for each what the plan says
+today (`planned_gib`, `planned_tokens_per_second`) and what was measured; `verdict` is `ok`, `refused` with the rules
+that refuse it, or `failed` with the reason. `--profile NAME` and `--memory NAME` add a trace of one step
+(`gpu_turns/traces.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from lines import Line, largest_difference, read_lines, write_lines
 
 from tunebook.plan.draft import draft_run
 
+_TRAIN = [sys.executable, "-m", "tunebook", "train"]
+_BESIDE_TENSORS_GIB = 1.5  # of a GPU: CUDA's context and the libraries' own
 PATIENT = "launcher.timeout_s=7200"  # ranks that are ready wait for their turn before they meet
 _COPIED = ("series", "recipe", "overrides", "model", "images", "kind", "mode", "sizes", "layers", "accumulation",
            "seed", "weights", "data", "against", "unsaved", "warm_up_steps", "planned_then_gib",
@@ -107,7 +109,9 @@ def jobs_of(cases: list[Line], asked: argparse.Namespace) -> tuple[list[Job], li
             name += f"-{number + 1}" if asked.repeats > 1 else ""
             jobs.append(
                 Job(
-                    name=name, gpus=tuple(range(first, first + gpus)), words=words, line=line | plan,
+                    name=name, gpus=tuple(range(first, first + gpus)), line=line | plan,
+                    command=[*_TRAIN, *words, "--run-folder", str(asked.runs / name)],
+                    gpu_gib=_BESIDE_TENSORS_GIB + 1.05 * plan.get("planned_gib", 0),
                     host_gib=gpus * 4 * plan.get("num_parameters", 0) / 2**30,
                     timeout_s=case.get("timeout_s", asked.timeout_s),
                     warm_up_steps=case.get("warm_up_steps", WARM_UP_STEPS),
@@ -152,8 +156,8 @@ def compare_series(lines: list[Line]) -> None:
             line |= {"compared_with": name, "largest_difference": difference}
 
 
-def main(words: list[str] | None = None) -> int:
-    """Run the cases. Exit code 1 where one failed or its time was up."""
+def run_parser() -> argparse.ArgumentParser:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True)
@@ -165,14 +169,20 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=150, help="of one run on its GPUs")
     parser.add_argument("--deadline-s", type=float, default=500, help="of planning and all runs")
-    parser.add_argument("--max-ranks", type=int, help="started at a time, 2 for each GPU if not given")
+    parser.add_argument("--max-ranks", type=int, help="started at a time, 4 for each GPU if not given")
+    parser.add_argument("--max-gpu-gib", type=float, default=134, help="planned by runs that share a GPU")
     parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
     parser.add_argument("--threads", type=int, default=8, help="of a rank; an optimizer on the host takes 16")
     parser.add_argument("--profile", nargs="*", default=[], metavar="NAME", help="trace the kernels of one step")
     parser.add_argument("--memory", nargs="*", default=[], metavar="NAME", help="trace the memory of the third step")
     parser.add_argument("--models", type=Path, default=Path("/tmp/models"), help="where models are written")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
-    asked = parser.parse_args(words)
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the cases. Exit code 1 where one failed or its time was up."""
+    asked = run_parser().parse_args(words)
     started = time.monotonic()
     cases = [
         case
@@ -183,12 +193,11 @@ def main(words: list[str] | None = None) -> int:
         require_gpus(asked.gpus)
     jobs, refused = jobs_of(cases, asked)
     if asked.list:
-        print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
+        print("\n".join(json.dumps([job.name, job.gpus, *job.command]) for job in jobs))
         return 0
     lines = GpuQueue(
         jobs, asked.output, runs=asked.runs, deadline_s=started + asked.deadline_s - time.monotonic(),
-        max_ranks=asked.max_ranks or 2 * asked.gpus,
-        max_host_gib=asked.max_host_gib,
+        max_ranks=asked.max_ranks or 4 * asked.gpus, max_gpu_gib=asked.max_gpu_gib, max_host_gib=asked.max_host_gib,
     ).run()  # fmt: skip
     compare_series(lines)
     for line in lines:

@@ -28,6 +28,13 @@ _SECONDS = re.compile(r"Max iter time: ([\d.]+) seconds")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 MODELS = {"llama31_8b": 4096, "qwen25_7b": 4096, TINY: 64}  # tokens of a row
 ROWS = 32  # a step
+_START = """
+from turns import end_steps_with, wait_for_gpus
+wait_for_gpus()
+from nemo_automodel.recipes.llm import benchmark
+end_steps_with(benchmark.BenchmarkingRecipeForNextTokenPrediction, "_log_iteration_metrics")
+benchmark.main()
+"""
 
 
 def configuration(folder: Path, model: str, steps: int, warm_up_steps: int) -> Line:
@@ -70,7 +77,7 @@ def measure(model: str, asked: argparse.Namespace) -> Line:
         file = folder / "benchmark.yaml"
         file.write_text(json.dumps(configuration(folder, model, asked.steps, asked.warm_up_steps)))
         (folder / "wandb.py").write_text("run = None  # the recipe imports it, also where it is not to report there\n")
-        command = [sys.executable, "-m", "nemo_automodel.recipes.llm.benchmark", "--config", str(file)]
+        command = [sys.executable, "-c", _START, "--config", str(file)]
         started = time.time()
         exit_code = run_peer(command, log, asked.timeout_s, [*folders_of(asked.python_path), place])
     line = {"name": model, "peer": "automodel", "model": model, "weights": "random", "rank": 16, "exit_code": exit_code,

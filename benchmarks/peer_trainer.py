@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lines import PACKAGES, Line, read_lines, surroundings
+from turns import end_of_step, wait_for_gpus
 
 
 def train(folder: Path) -> Line:
@@ -138,6 +139,7 @@ def metered(trainer: Any, started: float) -> Line:
             found["first_step_s"] = found["first_step_s"] or round(time.time() - started, 1)
             found["speeds"].append(tokens / (now - began))
             tokens, began = 0, now
+            end_of_step(state.global_step)
 
     trainer.data_collator = collate_and_count
     trainer.add_callback(Clock())
@@ -153,6 +155,7 @@ def main(words: list[str] | None = None) -> int:
     if asked.write_weights is not None:
         random_model(asked.folder, None, "bfloat16").save_pretrained(asked.write_weights)
     else:
+        wait_for_gpus()
         (asked.folder / "result.json").write_text(json.dumps(train(asked.folder)))
     return 0
 

@@ -1,8 +1,7 @@
 """Python imports this file at startup where `gpu_queue.py` puts its folder on PYTHONPATH: ranks wait for their turn.
 
-Imports and data need no GPU and overlap with other runs. Once a rank has imported its libraries, before it connects to
-the others or touches a GPU, it waits until `gpu_queue.py` gives the run its GPUs. Files in $TUNEBOOK_BENCH_TURN carry
-the messages, so Tunebook itself knows nothing of them. More variables:
+Once a rank has imported its libraries, before it connects to the others or touches a GPU, it waits for its GPUs, and
+again when it has warmed up (`turns.py`). Tunebook itself knows nothing of it. More variables:
 
     TUNEBOOK_BENCH_UNSAVED  write no model at the end
     TUNEBOOK_BENCH_PROFILE  rank 0 traces the kernels of one step: NAME.kernels.txt and NAME.trace.json.gz
@@ -16,14 +15,14 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import turns
+
 _RANK_MODULE = "tunebook.train.run"  # every rank calls its `run_rank` before it connects
-_POLL_S = 0.02
 
 
 class _RankFinder(importlib.abc.MetaPathFinder):
@@ -46,22 +45,15 @@ class _RankFinder(importlib.abc.MetaPathFinder):
             run_rank = module.run_rank
 
             def wait_and_run(folder: Path, *rest: Any) -> Any:
-                _wait_for_turn(folder)
+                if "TUNEBOOK_BENCH_UNSAVED" in os.environ:
+                    (folder / ".unsaved").touch()
+                turns.wait_for_gpus()
                 return run_rank(folder, *rest)
 
             module.run_rank = wait_and_run
 
         loader.exec_module = execute_and_change
         return spec
-
-
-def _wait_for_turn(run_folder: Path) -> None:
-    turn = Path(os.environ["TUNEBOOK_BENCH_TURN"])
-    if "TUNEBOOK_BENCH_UNSAVED" in os.environ:
-        (run_folder / ".unsaved").touch()
-    (turn / f"ready-{os.environ.get('RANK', '0')}").touch()
-    while not (turn / "go").exists():
-        time.sleep(_POLL_S)
 
 
 def _add_traces(trainer_class: Any) -> None:
@@ -86,5 +78,5 @@ def _run_the_other() -> None:
 
 
 _run_the_other()
-if "TUNEBOOK_BENCH_TURN" in os.environ:
+if turns.FOLDER in os.environ:
     sys.meta_path.insert(0, _RankFinder())

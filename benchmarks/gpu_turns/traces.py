@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import turns
 from transformers import TrainerCallback
 
 PROFILED_STEP = 8  # everything is compiled by then, and the allocator has settled
@@ -17,7 +18,7 @@ _RANK = os.environ.get("RANK", "0")
 
 def callbacks(trainer: Any) -> list[TrainerCallback]:
     """Those that the environment asks for."""
-    found: list[TrainerCallback] = [HostMemory()]
+    found: list[TrainerCallback] = [HostMemory(), Turn()]
     if _RANK == "0" and (name := os.environ.get("TUNEBOOK_BENCH_PROFILE")):
         found.append(Kernels(name))
     if _RANK == "0" and (name := os.environ.get("TUNEBOOK_BENCH_MEMORY")):
@@ -36,7 +37,15 @@ class HostMemory(TrainerCallback):
         now, peak = (round(int(status[name].split()[0]) / 2**20, 3) for name in ("VmRSS", "VmHWM"))
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if torch.cuda.is_available() else 0
         found = {"host_gib": now, "host_peak_gib": peak, "host_pinned_gib": round(pinned / 2**30, 3)}
-        (Path(os.environ["TUNEBOOK_BENCH_TURN"]) / f"host-{_RANK}").write_text(json.dumps(found))
+        (Path(os.environ[turns.FOLDER]) / f"host-{_RANK}").write_text(json.dumps(found))
+
+
+class Turn(TrainerCallback):
+    """Waits to be timed."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait."""
+        turns.end_of_step(state.global_step)
 
 
 class Kernels(TrainerCallback):
