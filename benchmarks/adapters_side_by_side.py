@@ -26,7 +26,7 @@ from peer_trl import write_weights
 from peer_unsloth import MODELS
 
 # Overrides of each run of Tunebook.
-_LEAST = ["activation=stored", "activation.memory_budget=0.05", "activation.offload=true",
+_LEAST = ["activation=stored", "activation.memory_budget=0.2", "activation.offload=true",
           "training.max_length=3584", "packing.row_length=3584", "training.global_tokens=32256"]  # fmt: skip
 _PAIRS = ["method=dpo", "dataset.synthetic.pairs=true", "dataset.synthetic.num_documents=800",
           "dataset.train_on=auto", "training.max_length=1024", "training.global_tokens=null",
@@ -97,7 +97,7 @@ def job_of_peer(name: str, timeout_s: float, asked: argparse.Namespace) -> Job:
     words = ["--output", str(folder / "line.jsonl"), "--steps", str(asked.steps), "--timeout-s", str(timeout_s),
              "--warm-up-steps", str(asked.warm_up_steps)]  # fmt: skip
     words += ["--python-path", site] if site else []
-    words += ["--models", str(asked.models)] if script == "peer_unsloth.py" else []
+    words += ["--models", str(asked.models)] if site else []
     only = variant.format(model=asked.model, short="_short" if asked.short else "")
     return Job(
         name=name, gpus=(0,), line={}, gpu_gib=gib, timeout_s=asked.budget_s, warm_up_steps=asked.warm_up_steps,
@@ -119,6 +119,7 @@ def table(lines: list[Line]) -> str:
     rows = [f"{'':30}{'tokens/s':>10}{'GiB':>10}{'reserved':>10}{'last loss':>10}"]
     for line in lines:
         cells = [line.get(column) for column in _COLUMNS] + (line.get("losses") or [None])[-1:]
+        cells = [max(cell) if isinstance(cell, list) else cell for cell in cells]  # of several ranks
         rows.append(f"{line['name']:30}" + "".join(f"{'-' if cell is None else f'{cell:,.2f}':>10}" for cell in cells))
     return "\n".join(rows)
 
@@ -147,7 +148,7 @@ def main(words: list[str] | None = None) -> int:
     end = time.monotonic() + asked.budget_s
     shutil.rmtree(asked.logs, ignore_errors=True)
     asked.logs.mkdir(parents=True)
-    if any(name.startswith(("qlora", "unsloth")) for name in asked.only):
+    if any(name.startswith(("qlora", "unsloth", "automodel")) for name in asked.only):
         site = asked.unsloth if any(name.startswith("unsloth") for name in asked.only) else None
         write_weights(asked.model, asked.models / asked.model, asked.logs / "weights.txt", folders_of(site))
     ours, refused = jobs_of_ours([name for name in asked.only if name in OURS], asked)

@@ -4,8 +4,8 @@
 
 Its benchmark recipe with the settings of llama3_1_8b_peft_benchmark.yaml: Llama 3.1 8B, adapters of rank 16 on all
 linear layers with a dropout of 0.1, 2 rows of 4,096 random tokens, 16 times a step, whole rows as one document. Weights
-are random. SITE has nemo-automodel 0.7.0 with megatron-fsdp 0.5.0, flashoptim, torchdata, torchao and transformers
-5.18.0. After 110 s on an H200 it had not begun the first step: it draws the weights on the CPU.
+are random and read from a folder: to draw them as the settings say took it more than 200 s. SITE has nemo-automodel
+0.7.0 with megatron-fsdp 0.5.0, flashoptim, torchdata, torchao and transformers 5.18.0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 
 from gpu_queue import require_gpus
 from lines import Line, add_line, surroundings
-from peer_documents import TINY, Corpus, folders_of, last_words, median_speed, peer_parser, run_peer
+from peer_documents import TINY, folders_of, last_words, median_speed, peer_parser, run_peer
+from peer_trl import write_weights
+from peer_unsloth import MODELS as WEIGHTS
 
 _ITERATION = re.compile(r"Iteration \d+ \| num_label_tokens=\d+ \| Max Memory Allocated: ([\d.]+) GB \| loss=([-\d.]+)")
 _SECONDS = re.compile(r"Max iter time: ([\d.]+) seconds")
@@ -37,8 +39,8 @@ benchmark.main()
 """
 
 
-def configuration(folder: Path, model: str, steps: int, warm_up_steps: int) -> Line:
-    """What its YAML file says, with random weights."""
+def configuration(folder: Path, weights: Path, model: str, steps: int, warm_up_steps: int) -> Line:
+    """What its YAML file says, with the weights of a folder."""
     package = "nemo_automodel"
     return {
         "seed": 42,
@@ -49,9 +51,8 @@ def configuration(folder: Path, model: str, steps: int, warm_up_steps: int) -> L
         "dist_env": {"backend": "nccl", "timeout_minutes": 1},
         "rng": {"_target_": f"{package}.components.training.rng.StatefulRNG", "seed": 42, "ranked": True},
         "model": {
-            "_target_": f"{package}.NeMoAutoModelForCausalLM.from_config", "force_hf": True,
-            "config": {"_target_": "transformers.AutoConfig.from_pretrained",
-                       "pretrained_model_name_or_path": str(folder)},
+            "_target_": f"{package}.NeMoAutoModelForCausalLM.from_pretrained", "force_hf": True,
+            "pretrained_model_name_or_path": str(weights),
         },
         "checkpoint": {"enabled": False, "checkpoint_dir": str(folder / "checkpoints")},
         "peft": {"_target_": f"{package}.components._peft.lora.PeftConfig", "match_all_linear": True, "dim": 16,
@@ -72,10 +73,10 @@ def measure(model: str, asked: argparse.Namespace) -> Line:
     log = asked.output.parent / f"automodel-{model}.txt"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        corpus = Corpus(model, count=1)
-        corpus.write_model(folder)
+        weights = asked.models / model
+        write_weights(model, weights, log, folders_of())
         file = folder / "benchmark.yaml"
-        file.write_text(json.dumps(configuration(folder, model, asked.steps, asked.warm_up_steps)))
+        file.write_text(json.dumps(configuration(folder, weights, model, asked.steps, asked.warm_up_steps)))
         (folder / "wandb.py").write_text("run = None  # the recipe imports it, also where it is not to report there\n")
         command = [sys.executable, "-c", _START, "--config", str(file)]
         started = time.time()
@@ -107,7 +108,9 @@ def read_log(log: Path, tokens_per_step: int, started: float, warm_up_steps: int
 
 def main(words: list[str] | None = None) -> int:
     """Measure; 1 if it failed."""
-    asked = peer_parser(__doc__, MODELS).parse_args(words)
+    parser = peer_parser(__doc__, MODELS)
+    parser.add_argument("--models", type=Path, default=WEIGHTS, help="where weights are written")
+    asked = parser.parse_args(words)
     names = asked.only or ["llama31_8b"]
     if names != [TINY]:
         require_gpus(1)

@@ -19,13 +19,14 @@ from tunebook.config.choices import (
     Source,
     Strategy,
 )
-from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.config.schema import DpoConfig, FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
 
 from ..memory.layers import measured as traced
 from ..plans import H200, V100
 
+PAIRS = DpoConfig(name="dpo")
 INSTALLED = "tunebook.plan.auto.kernels.installed_version"
 
 
@@ -63,6 +64,7 @@ COMPILED = {
        for name in ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_grad_op", "hsdp")},
     "activation_offload": {"activation.offload": True},
     "qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.ddp)},
+    "pairs": {"method": PAIRS, "peft.method": PeftMethod.lora, "parallelism": parallel(Strategy.single)},
 }  # fmt: skip
 
 
@@ -93,6 +95,8 @@ NOT_COMPILED = {
     "zero2_offload": {"parallelism": parallel(Strategy.zero2, offload_optimizer=Offload.cpu)},
     "dora": {"peft.method": PeftMethod.lora, "peft.use_dora": True},
     "shared_rows": {"parallelism": parallel(Strategy.ddp, sequence_group_size=2)},
+    "pairs": {"method": PAIRS, "parallelism": parallel(Strategy.single)},
+    "divided_pairs": {"method": PAIRS, "peft.method": PeftMethod.lora, "parallelism": parallel(Strategy.fsdp)},
     "divided_qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.fsdp)},
     "qlora_cast_by_deepspeed": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.zero2)},
 }

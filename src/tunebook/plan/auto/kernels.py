@@ -21,7 +21,7 @@ from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLE
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.methods import method_facts
 from tunebook.facts.sharing import offloaded_states
-from tunebook.facts.strategies import strategy_facts
+from tunebook.facts.strategies import ALONE, strategy_facts
 from tunebook.model.base_config import brings_code
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.rules.kernels import isolates
@@ -47,12 +47,16 @@ def uncompiled_reason(config: RunConfig) -> str | None:
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
     is_wrapped = isinstance(settings, FsdpConfig) and bool(settings.wrap_classes)
     architecture = "" if facts is None else facts.architecture
+    is_lora_alone = config.peft.method is PeftMethod.lora and settings.strategy is ALONE
     reasons = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
         (compute not in (Compute.bf16, Compute.fp8), f"not tested in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
         (config.packing.mode is PackingMode.padded, "tested with packed rows only"),
-        (method_facts(config).has_reference, f"not tested with method={config.method.name}"),
+        (
+            method_facts(config).has_reference and not is_lora_alone,
+            f"method={config.method.name} was tested with LoRA on one GPU only",
+        ),
         (kernel not in (UNDECIDED, COMPILED), f"not tested with {kernel.name}"),
         (settings.sequence_group_size > 1 and not is_fsdp, "rows shared by several GPUs were tested under FSDP only"),
         (config.activation.mlp_tile_tokens is not None, "blocks would be compiled again for each number of MLP tiles"),
