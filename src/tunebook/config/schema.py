@@ -297,7 +297,8 @@ class ActivationConfig:
     # that take the least time to recompute are recomputed first; at 0 whole blocks; null: the highest that fits where
     # checkpointing is auto, else 1
     memory_budget: float | None = number(None, at_least=0, at_most=1, metadata=_SAME_LOSS)
-    offload: bool = False  # keep activations in host memory
+    # Keep activations in host memory; null: where layers would be recomputed whole otherwise, with adapters on one GPU
+    offload: bool | None = None
     # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise, and once
     # more in the backward pass; null: all tokens of a pass at once
     mlp_tile_tokens: int | None = number(None, at_least=1, unit="tokens", metadata=_SAME_LOSS)

@@ -60,7 +60,7 @@ def mixes_formats(config: RunConfig) -> bool:
 
 def is_offloaded(config: RunConfig) -> bool:
     """Whether weights, optimizer states or activations are in host memory or on a disk."""
-    return config.activation.offload or bool(offloaded_states(config))
+    return bool(config.activation.offload or offloaded_states(config))
 
 
 def offloaded_states(config: RunConfig) -> dict[str, Offload]:

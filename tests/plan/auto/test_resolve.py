@@ -56,6 +56,7 @@ def test_two_h200(undecided, machine):
         "parallelism.strategy": "ddp",
         "packing.row_length": 32768,  # 16 x max_length
         "training.micro_batch_size": 1,
+        "activation.offload": False,
         "activation.checkpointing": "disabled",
         "activation.memory_budget": 1.0,
     }
@@ -226,6 +227,28 @@ def test_parts_of_blocks_are_recomputed_before_whole_ones(undecided, machine, me
     activation = resolve_auto(undecided, machine(H200)).config.activation
     assert activation.checkpointing is (Checkpointing.enabled if budget is None else Checkpointing.disabled)
     assert budget is None or activation.memory_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "offload", "budget"),
+    [
+        ({}, [H200], True, 0.2),
+        (FULL, [H200], False, 1),
+        (IN_DDP, [H200, H200], False, 1),
+        ({"activation.checkpointing": Checkpointing.enabled}, [H200], False, 1),
+        ({"activation.memory_budget": 0.4}, [H200], False, 0.4),
+        ({"activation.offload": False}, [H200], False, 1),
+        ({"activation.offload": True, "hardware.memory_gib": 20.0}, [H200], True, 0.2),
+    ],
+)
+def test_adapters_on_one_gpu_keep_a_part_on_the_host_before_layers_are_recomputed(
+    undecided, changed, machine, changes, gpus, offload, budget
+):
+    undecided.hardware.memory_gib, undecided.packing.row_length = 4.5, 8192
+    activation = resolve_auto(changed(undecided, LORA | changes), machine(*gpus)).config.activation
+    is_whole = budget == 1
+    assert (activation.offload, activation.memory_budget) == (offload, budget)
+    assert activation.checkpointing is (Checkpointing.enabled if is_whole else Checkpointing.disabled)
 
 
 def test_a_budget_that_is_typed_decides_about_checkpointing(undecided, machine):

@@ -15,7 +15,7 @@ from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.data.batch import shortest_row
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.compiling import CHEAP_BUDGET
-from tunebook.facts.strategies import strategy_facts
+from tunebook.facts.strategies import ALONE, strategy_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory.verdict import tensors_fit
 
@@ -28,6 +28,8 @@ SHORT_ROW_TOKENS = 8192
 # Of compiled blocks. On an H200 0.6 had 97 to 99% of the speed of 1, 0.4 had 95%, 0.2 had 85 to 88%
 # (h200_memory_budget.jsonl), and layers recomputed whole 68 to 83%.
 _BUDGETS = (1.0, 0.8, CHEAP_BUDGET, 0.4, 0.2)
+# So much can be copied to the host while a block is computed (h200_adapter_variants.jsonl).
+_OFFLOADED_BUDGET = 0.2
 
 
 def decide_passes(decisions: Decisions) -> None:
@@ -41,6 +43,7 @@ def decide_passes(decisions: Decisions) -> None:
             "parallelism.shard_group_size", lambda: (per_node, "the GPUs of a node have the fastest links")
         )
     is_open = resolved.activation.checkpointing is Checkpointing.auto
+    decisions.decide("activation.offload", lambda: _offload(resolved))
     decisions.decide("activation.checkpointing", lambda: _checkpointing(resolved))
     if resolved.model.compile_layers:
         decisions.decide("activation.memory_budget", lambda: _memory_budget(resolved, is_open=is_open))
@@ -117,6 +120,19 @@ def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
     return 1, "one packed row keeps a GPU busy"
 
 
+def _offload(config: RunConfig) -> tuple[bool, str]:
+    """Where layers would be recomputed whole otherwise, if that was measured."""
+    activation = config.activation
+    is_open = activation.checkpointing is Checkpointing.auto and activation.memory_budget is None
+    is_measured = config.peft.method is not PeftMethod.full and config.parallelism.strategy is ALONE
+    is_compiled = config.model.compile_layers and activation.mlp_tile_tokens is None
+    if is_open and is_measured and is_compiled and _highest_budget(config) is None:
+        offloaded = replace(config, activation=replace(activation, offload=True))
+        if _highest_budget(offloaded) is not None:
+            return True, "faster than layers recomputed whole, in less memory (h200_adapters_side_by_side.jsonl)"
+    return False, "copies between GPU and host take time"
+
+
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     """The least recomputation that fits."""
     asked = config.activation.memory_budget
@@ -124,18 +140,22 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
         return Checkpointing.enabled, "MLP tiles need recomputed layers"
     if asked is not None and asked < 1:
         return Checkpointing.disabled, "activation.memory_budget says what is recomputed"
+    is_budget_open = asked is None and config.model.compile_layers
+    if is_budget_open and config.activation.offload and _highest_budget(config) is not None:
+        return Checkpointing.disabled, "compiled blocks fit with a part of their activations in host memory"
     fits = tensors_fit(config, memory_budget=1.0)
     if fits is None:
         return Checkpointing.enabled, "the memory or the model's size is not known, and this is the safe choice"
     if fits:
         return Checkpointing.disabled, "all activations fit, and nothing is computed twice"
-    if asked is None and config.model.compile_layers and _highest_budget(config) is not None:
+    if is_budget_open and _highest_budget(config) is not None:
         return Checkpointing.disabled, "compiled blocks fit with a part of their activations"
     return Checkpointing.enabled, "without it the activations do not fit"
 
 
 def _highest_budget(config: RunConfig) -> float | None:
-    return next((budget for budget in _BUDGETS if tensors_fit(config, memory_budget=budget)), None)
+    budgets = (_OFFLOADED_BUDGET,) if config.activation.offload else _BUDGETS
+    return next((budget for budget in budgets if tensors_fit(config, memory_budget=budget)), None)
 
 
 def _memory_budget(config: RunConfig, *, is_open: bool) -> tuple[float, str]:
@@ -145,5 +165,7 @@ def _memory_budget(config: RunConfig, *, is_open: bool) -> tuple[float, str]:
     highest = _highest_budget(config) if is_open else None
     if highest is None or highest == 1:
         return 1.0, "all that the compiler keeps"
+    if config.activation.offload:
+        return highest, "the rest is copied while the next block is computed; more would take longer"
     cost = "1 to 3%" if highest >= CHEAP_BUDGET else "5 to 15%"
     return highest, f"the highest of {', '.join(map(str, _BUDGETS))} that fits; costs {cost} of the speed"

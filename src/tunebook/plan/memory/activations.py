@@ -236,7 +236,7 @@ def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
         recomputed=is_recomputed(config),
         memory_budget=1.0 if budget is None else budget,
         compiled=bool(config.model.compile_layers),
-        offloaded=config.activation.offload,
+        offloaded=bool(config.activation.offload),
         tile_tokens=tile if tile is not None and rows * tokens > tile else None,
         group_size=config.parallelism.sequence_group_size,
         one_pass_head=bool(config.model.one_pass_head),
