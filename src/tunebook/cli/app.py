@@ -395,10 +395,9 @@ def _usage_error(error: Any) -> RequestError:
     message = error.format_message().rstrip(".")
     if hasattr(error, "possibilities"):  # an unknown option
         setting = error.option_name.lstrip("-").replace("-", "_")
-        instead = instead_of(setting) or "a setting is typed without dashes, such as training.seed=1"
-        if setting in GROUPS:
-            instead = f"it is typed without dashes: {setting}=VALUE"
-        hint = did_you_mean(error.option_name, error.possibilities or []) if setting not in GROUPS else ""
+        instead = f"it is typed without dashes: {setting}=VALUE" if setting in GROUPS else instead_of(setting)
+        hint = did_you_mean(error.option_name, error.possibilities or []) if not instead else ""
+        instead = instead or "a setting is typed without dashes, such as training.seed=1"
         message = f"there is no option '{error.option_name}'{f'.{hint}' if hint else f'; {instead}'}"
     elif error.ctx is not None and "Did you mean" not in message:
         message += f". Help: {error.ctx.command_path} --help"

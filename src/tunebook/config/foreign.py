@@ -47,7 +47,7 @@ def instead_of(name: str, value: str | None = None, *, missing: str = "") -> str
         return f"{missing or f'there is no key {name!r}'}: {remark.removesuffix(')')}"
     key = next((override.partition("=")[0] for override in overrides.split() if _EXAMPLE.search(override)), None)
     beginning = missing or (f"{name} is {key}" if key else f"there is no key {name!r}")
-    if key is None and "=" not in known and str(value).lower() in ("false", "null", "none"):
+    if key is None and "=" not in known and value is not None and value.lower() in ("false", "null", "none"):
         return f"{beginning}: leave it out"
     return f"{beginning}: type {' '.join(typed)} {has_remark}{remark}".rstrip()
 
