@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.commands.data_page import write_page
 from tunebook.config import schema
 from tunebook.config.book import book_root
 from tunebook.config.choices import BadDocuments, Format, Overlong, Source
@@ -235,3 +236,6 @@ def test_both_sides_are_shown(prepare_pairs: Callable[..., Prepared], tmp_path: 
     assert "1 pair of 50 tokens" in shown
     assert shown.index("chosen:") < shown.index("[[Yo<|im_end|>]]") < shown.index("rejected:")
     assert shown.index("rejected:") < shown.index("[[No<|im_end|>]]")
+    write_page(prepared, tokenizer, tmp_path / "page.html", 1)
+    page = (tmp_path / "page.html").read_text()
+    assert page.index("<h3>chosen</h3>") < page.index("Yo") < page.index("<h3>rejected</h3>") < page.index("No&lt;")

@@ -31,8 +31,10 @@ mark { background: #b9ecc4; } img { margin: 0 .4rem .4rem 0; border-radius: 4px;
 {% for sample in samples %}
 <h2>{{ sample.title }}</h2>
 {% for image in sample.images %}<img src="{{ image }}" alt="">{% endfor %}
-{% for side in sample.sides -%}
-<pre>{% for text, is_trained in side %}{% if is_trained %}<mark>{{ text }}</mark>{% else %}{{ text }}{% endif %}
+{% for name, pieces in sample.sides -%}
+{% if name %}<h3>{{ name }}</h3>
+{% endif -%}
+<pre>{% for text, is_trained in pieces %}{% if is_trained %}<mark>{{ text }}</mark>{% else %}{{ text }}{% endif %}
 {%- endfor %}</pre>
 {% endfor %}{% endfor %}
 </html>
@@ -45,7 +47,7 @@ def write_page(prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, fi
     for name, part in prepared.parts().items():
         facts += ["", *histogram_lines(name, part, prepared.unit)]
         for title, row in titled_samples(name, part, num_samples):
-            texts = [collapsed_pieces(ids, labels, tokenizer) for _, ids, labels in sides(row)]
+            texts = [(side, collapsed_pieces(ids, labels, tokenizer)) for side, ids, labels in sides(row)]
             images = [thumbnail(reference) for reference in row.get(IMAGES) or ()]
             samples.append({"title": title, "images": images, "sides": texts})
     template = Environment(autoescape=True).from_string(_TEMPLATE)
