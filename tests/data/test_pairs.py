@@ -163,7 +163,9 @@ def test_a_pair_is_one_document_of_two_sides(prepare_pairs: Callable[..., Prepar
 
 
 def test_texts_are_tokenized_as_prompt_and_completion(prepare_pairs: Callable[..., Prepared]) -> None:
-    (row,) = prepare_pairs([TEXTS]).train.load().to_list()
+    prepared = prepare_pairs([TEXTS])
+    assert any("no chat template is used" in note for note in prepared.notes)
+    (row,) = prepared.train.load().to_list()
     assert (row["chosen_length"], row["length"]) == (6, 13)  # 4 bytes of the prompt, answer and EOS
     assert [label == -100 for label in row["labels"]] == [True] * 4 + [False] * 2 + [True] * 4 + [False] * 3
 

@@ -334,7 +334,7 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
         )
     if all(turn["role"] == "system" for turn in common):
         raise DocumentError(
-            "there is no prompt: write it under 'prompt', or begin 'chosen' and 'rejected' with its turns; its keys "
+            "there is no prompt: write its turns under 'prompt', or begin 'chosen' and 'rejected' with them; its keys "
             f"are: {_keys(record)}"
         )
     rows = []

@@ -20,7 +20,7 @@ from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
 from tunebook.data.conversation import Conversation
-from tunebook.data.corpus import CONTENT_HASH, Corpus, Loaded, Row, SourceRecord, write_rows
+from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
 from tunebook.data.files import JSON_SUFFIXES, PARQUET_SUFFIXES, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
 from tunebook.data.images import ImageReader, Size
@@ -225,6 +225,8 @@ def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | No
     ):
         if is_set and not train.kind.has_turns:
             notes.append(f"dataset.{key} is not used: the documents are of kind {train.kind.value}, without turns")
+    if train.kind in (CorpusKind.prompt_completion, CorpusKind.text_pair):
+        notes.append("no chat template is used, because 'prompt' is a text; for a chat write it as a list of turns")
     hashes, is_paired = content_hashes(train.dataset), train.kind.reads == "pairs"
     if repeated := len(hashes) - len(np.unique(hashes)):
         what = "pairs with an earlier one's prompt" if is_paired else "documents that repeat an earlier one"
