@@ -63,6 +63,7 @@ def test_the_table_of_the_page_is_what_is_answered(project_root: Path) -> None:
         ("zero_optimization.stage=3", "there is no key 'zero_optimization.stage': type parallelism=zero3"),
         ("load_in_8bit=false", "there is no key 'load_in_8bit': leave it out"),
         ("adapter=null", "there is no key 'adapter': leave it out"),
+        ("max_steps=null", "max_steps is training.max_steps: type training.max_steps=null"),
         ("use_dora=false", "use_dora is peft.use_dora: type peft=lora peft.use_dora=false"),
         ("neftune_noise_alpha=5", "there is no key 'neftune_noise_alpha': not offered"),
         ("learning_ratee=1", ""),
@@ -77,13 +78,22 @@ def test_a_setting_is_answered_with_what_to_type(word: str, instead: str) -> Non
 @pytest.mark.parametrize(
     "word",
     [
-        *("val_set_size=500", "save_steps=0.1", "max_grad_norm=0", "warmup_steps=none", "loss_type=[sigmoid,sft]"),
+        *(
+            "rpo_alpha=0.0",
+            "dpo_loss_type=simpo",
+            "val_set_size=500",
+            "save_steps=0.1",
+            "max_grad_norm=0",
+            "warmup_steps=none",
+            "loss_type=[sigmoid,sft]",
+        ),
         "lora_target_modules=null",
     ],
 )
 def test_a_value_that_does_not_fit_is_not_suggested(word: str) -> None:
     name, _, value = word.partition("=")
-    answer = instead_of(name, value).partition(": ")[2]
+    said, _, answer = instead_of(name, value).partition(": ")
+    assert said.endswith(f"cannot be {value}")
     assert f"={value}" not in answer and f"[{value}]" not in answer
 
 
@@ -91,3 +101,8 @@ def test_a_value_that_does_not_fit_is_not_suggested(word: str) -> None:
 def test_values_with_commas_of_a_list_are_answered_with_the_list(key: str) -> None:
     with pytest.raises(RequestError, match=r"'peft\.target_modules=\[q_proj,v_proj\]'"):
         compose("quickstart", [f"{key}=q_proj,v_proj"])
+
+
+def test_a_value_of_another_tool_is_not_taken_for_a_misspelling() -> None:
+    with pytest.raises(RequestError, match=r"there is no 'dpo': type method=dpo method\.loss_type=sigmoid"):
+        compose("quickstart", ["method=dpo", "method.loss_type=dpo"])

@@ -46,7 +46,9 @@ def instead_of(name: str, value: str | None = None, *, missing: str = "") -> str
     if not typed:
         return f"{missing or f'there is no key {name!r}'}: {remark.removesuffix(')')}"
     key = next((override.partition("=")[0] for override in overrides.split() if _EXAMPLE.search(override)), None)
-    beginning = missing or (f"{name} is {key}" if key else f"there is no key {name!r}")
+    is_refused = key is not None and value and not _is_taken(key, value)
+    own = f"{name} is {key}{f', which cannot be {value}' if is_refused else ''}"
+    beginning = missing or (own if key else f"there is no key {name!r}")
     if key is None and "=" not in known and value is not None and value.lower() in ("false", "null", "none"):
         return f"{beginning}: leave it out"
     return f"{beginning}: type {' '.join(typed)} {has_remark}{remark}".rstrip()
@@ -61,8 +63,8 @@ def _with_value(override: str, value: str | None) -> str:
 
 def _is_taken(key: str, value: str) -> bool:
     setting = all_keys().get(key)
-    if value == "null" and setting is not None and str(setting.type).startswith("list"):
-        return False
+    if value == "null" and setting is not None:
+        return "None" in str(setting.type)
     if setting is not None and isinstance(setting.default, Enum):
         return value.strip("[]") in type(setting.default).__members__
     if setting is None or "limits" not in setting.metadata:

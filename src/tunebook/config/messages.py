@@ -66,7 +66,12 @@ def wrong_value(error: Exception, layer: Layer, groups: dict[str, str]) -> Reque
         return _unknown_key(key, getattr(error, "object_type", None), layer, groups)
     if match := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
         choices = match[2].split(", ")
-        text = f"there is no '{match[1]}'.{did_you_mean(match[1], choices, f'Type one of: {match[2]}')}"
+        text = f"there is no '{match[1]}'"
+        name = key.rpartition(".")[2]
+        if f"{name}={match[1]}".lower() in names():  # not a nearly equal name of another thing
+            text = instead_of(name, match[1], missing=text)
+        else:
+            text += f".{did_you_mean(match[1], choices, f'Type one of: {match[2]}')}"
     elif match := re.search(r"Interpolation key '(.*)' not found", text):
         text += f".{did_you_mean(match[1], all_keys())}"
     else:
