@@ -202,6 +202,7 @@ def test_a_search_runs_its_trials_side_by_side_and_gets_more(tmp_path: Path, con
 
 
 RATE = "optimizer.learning_rate=tag(log,interval(1e-5,1e-3))"
+PAIRS = ("method=dpo", "dataset=synthetic", "dataset.synthetic.pairs=true", "evaluation=none")
 
 
 def machine_with(num_gpus: int) -> Machine:
@@ -221,6 +222,7 @@ def planned(*words: str, num_gpus: int = 0, **options: Any) -> Any:
         (("evaluation=none", "dataset.validation_share=0.05"), {}, "validation_loss"),
         (("evaluation=none",), {"prune": 5}, "final_loss"),
         ((), {"metric": "seconds"}, "seconds"),
+        ((*PAIRS, "method.beta=0.1,0.2"), {"metric": "final_loss"}, "final_loss"),
     ],
 )
 def test_the_metric_is_the_most_telling_that_all_trials_measure(
@@ -233,6 +235,7 @@ def test_the_metric_is_the_most_telling_that_all_trials_measure(
     ("overrides", "options", "problem_id"),
     [
         (("evaluation=none,quickstart",), {"metric": "evaluation_score"}, "sweep-metric"),
+        ((*PAIRS, "method.beta=0.1,0.2"), {}, "sweep-metric"),
         (("training.seed=0,1",), {"prune": 5}, "sweep-option"),
         (("optimizer.learning_rate=1e-3,2e-3",), {"seed": 1}, "sweep-option"),
         (("training.seed=0,1", "launcher=slurm", "hardware.num_nodes=2", "parallelism=ddp"), {}, "sweep-array"),

@@ -201,7 +201,14 @@ def _metric(options: SweepOptions, configs: list[RunConfig]) -> str:
             "(dataset.validation_share=0.05), or choose an evaluation (evaluation=quickstart)",
             problem_id="sweep-metric",
         )
-    if options.prune and metric not in LOGGED_WHILE_RUNNING:
+    is_loss = metric in LOGGED_WHILE_RUNNING
+    if is_loss and options.metric is None and any(config.method != configs[0].method for config in configs):
+        raise RequestError(
+            f"trials with other settings of the method have other losses, so {metric} does not rank them; type "
+            f"--metric={next(iter(VALIDATION_METRICS))}, with data held out (dataset.validation_share=0.05)",
+            problem_id="sweep-metric",
+        )
+    if options.prune and not is_loss:
         raise RequestError(
             f"--prune: a running trial does not show its {metric} yet; add --metric=final_loss",
             problem_id="sweep-option",
