@@ -39,7 +39,7 @@ _WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
 # Number of short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
 
-EQUAL = "with the same tokens on both sides within training.max_length"
+EQUAL = "with the same tokens on both sides, cut to training.max_length or as the chat template writes them"
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "without a token to train on within training.max_length"
 
