@@ -251,7 +251,10 @@ def test_resume_without_the_reference_is_refused(run, dpo, stopped):
         file.unlink()
     _, code, _ = run(config, folder.name)
     assert code == 2
-    assert "training.resume=never" in outcome(folder)["reason"]
+    assert "training.resume=never training.max_steps=1" in outcome(folder)["reason"]
+    run(replace(config, training=replace(config.training, max_steps=1)), "one-step")
+    _, code, lines = run(replace(config, training=replace(config.training, resume="auto")), folder.name)
+    assert (code, lines[-1]["step"]) == (0, 6)
 
 
 def test_validation_counts_every_pair_once(run, dpo):

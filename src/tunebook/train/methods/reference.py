@@ -62,8 +62,9 @@ class ReferencePass(TrainerCallback):
             table: np.ndarray | None = on_first_rank(partial(_read, file))
             if table is None and state.global_step:
                 raise RequestError(
-                    f"{file} is gone, and the model that would compute the reference's log-probabilities is trained "
-                    "already; to start again: training.resume=never",
+                    f"{file} is gone, and this run's model is trained already, so it cannot compute the reference's "
+                    "log-probabilities; run the same command with training.resume=never training.max_steps=1, which "
+                    "computes them, and then without these two, which resumes",
                     problem_id="reference-missing",
                 )
             if table is None:
