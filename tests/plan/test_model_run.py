@@ -71,6 +71,11 @@ def test_typed_model_is_not_replaced_by_a_run(parent: Path, tmp_path: Path, key:
     assert draft.exit_code == 2
 
 
+def test_model_that_is_typed_next_to_a_run_is_not_ignored_silently(parent: Path, tmp_path: Path) -> None:
+    draft = planned(tmp_path, "model.run=quickstart", "model=smollm2_135m")
+    assert ("setting-ignored", "model", False) in [(each.id, each.key, each.is_error) for each in draft.problems]
+
+
 def test_another_model_for_a_recipe_that_starts_from_a_run() -> None:
     draft = draft_run("zephyr_7b_dpo", ["model=Qwen/Qwen2.5-0.5B", "hardware=ampere"], [], NO_GPU)
     assert ("model-named-by-run", "model.run=null") in [(each.id, each.fix) for each in draft.problems]

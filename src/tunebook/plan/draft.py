@@ -165,7 +165,12 @@ def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:
             model.run = str(run)  # a newer run of the recipe must not replace it when this one is repeated
             model.name, model.path, model.revision = None, str(run / "model"), None
             model.facts, model.weights = None, Weights.pretrained  # its config.json has the facts
-            return []
+            message, fix = f"model.run={name} has a trained model, which replaces it", "model.run=null"
+            places = [f"override '{word}'" for word in draft.overrides if word.startswith("model=")]
+            return [
+                Problem(id="setting-ignored", key="model", message=message, fix=fix, is_error=False, place=place)
+                for place in places
+            ]
         message = f"{run} has no trained model yet"
         if (run / "model" / "adapter_config.json").is_file():
             message = f"{run / 'model'} is an adapter alone"
