@@ -39,6 +39,7 @@ def test_a_value_is_explained_by_its_setting():
 
 def test_a_name_of_another_tool_is_answered():
     assert explain("lora_r") == "lora_r is peft.rank: type peft=lora peft.rank=16"
+    assert explain("pref_loss=ipo").endswith(": type method=dpo method.loss_type=ipo")
     assert explain("rl") == "there is no key 'rl': type method=dpo"
 
 

@@ -29,7 +29,7 @@ def explain(name: str) -> str:
     settings = [setting for section in sections().values() for setting in section.settings]
     if found := [setting for setting in settings if setting.key == name]:
         return "\n\n".join(map(_setting, found))
-    if instead := instead_of(name):
+    if instead := instead_of(*name.split("=", 1)):
         return instead
     if "=" in name:
         return explain(name.partition("=")[0])

@@ -43,12 +43,13 @@ def instead_of(name: str, value: str | None = None, *, missing: str = "") -> str
         return ""
     overrides, has_remark, remark = entry.partition("(")
     typed = [_with_value(override, value) for override in overrides.split()]
+    unknown = missing or (f"there is no {name}={value}" if name in GROUPS else f"there is no key {name!r}")
     if not typed:
-        return f"{missing or f'there is no key {name!r}'}: {remark.removesuffix(')')}"
+        return f"{unknown}: {remark.removesuffix(')')}"
     key = next((override.partition("=")[0] for override in overrides.split() if _EXAMPLE.search(override)), None)
     is_refused = key is not None and value and not _is_taken(key, value)
     own = f"{name} is {key}{f', which cannot be {value}' if is_refused else ''}"
-    beginning = missing or (own if key else f"there is no key {name!r}")
+    beginning = unknown if missing or key is None else own
     if key is None and "=" not in known and value is not None and value.lower() in ("false", "null", "none"):
         return f"{beginning}: leave it out"
     return f"{beginning}: type {' '.join(typed)} {has_remark}{remark}".rstrip()
