@@ -50,6 +50,7 @@ def test_other_text_is_refused_with_what_to_type(text: str) -> None:
     with pytest.raises(RequestError) as error:
         parse_target(text)
     assert (error.value.problem_id, error.value.exit_code) == ("evidence-target", 2)
+    assert "validation_reward_margin" in error.value.message
 
 
 def test_loss_is_reached_at_the_end_of_a_window() -> None:

@@ -57,9 +57,9 @@ def parse_target(text: str) -> Target:
         except ValidationError:
             pass
     raise RequestError(
-        f"--target '{text}' is none of loss<=VALUE, validation_loss<=VALUE, validation_reward_accuracy>=VALUE and "
-        "TASK:METRIC>=VALUE, with @STEPS or without; type, with the quotes, --target 'validation_loss<=2.1@200' or "
-        "--target 'boolq:acc>=0.70'",
+        f"--target '{text}' is none of loss<=VALUE, validation_loss<=VALUE, TASK:METRIC>=VALUE and METRIC>=VALUE with "
+        f"one of {', '.join(VALIDATION_METRICS)}, with @STEPS or without; type, with the quotes, --target "
+        "'validation_loss<=2.1@200' or --target 'boolq:acc>=0.70'",
         problem_id="evidence-target",
     )
 
