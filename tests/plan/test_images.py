@@ -68,6 +68,13 @@ def test_the_first_documents_say_what_a_row_holds(draft: Any) -> None:
     assert "leaves 1 of them" in str(images_text(made.config))
 
 
+def test_an_image_of_proportions_that_the_model_refuses_is_planned_as_a_square(draft: Any) -> None:
+    made = draft([[(280 * 28, 28)], [(28, 28)]])
+    made.raise_errors()
+    images = planned_images(made.config)
+    assert images is not None and image_cost(made.config, images).tokens == 9  # 84 x 84 pixels, the most it takes
+
+
 def test_images_are_planned_as_they_are_scaled_down(draft: Any) -> None:
     made = draft([[(112, 112)]], f"dataset.max_image_pixels={56 * 56}")
     images = planned_images(made.config)

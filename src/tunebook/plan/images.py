@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,11 @@ class PlannedImages:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(self.processor))
             processor = loader.from_pretrained(folder, backend="pil")
-        found = processor(images=[Image.new("RGB", self.size)] * number, return_tensors="pt")
+        try:
+            found = processor(images=[Image.new("RGB", self.size)] * number, return_tensors="pt")
+        except ValueError:  # its proportions, with which the preparation refuses the document or leaves it out
+            side = isqrt(self.size[0] * self.size[1])
+            found = processor(images=[Image.new("RGB", (side, side))] * number, return_tensors="pt")
         return {name: value for name, value in found.items() if hasattr(value, "dtype")}
 
 
