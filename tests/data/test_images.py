@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -266,6 +267,16 @@ def test_images_that_moved_are_found_at_their_new_place(data: Make, qwen_folder:
     moved = prepare(replace(config, dataset=replace(config.dataset, path=str(path))))
     assert moved.content_sha256 == first.content_sha256
     open_image(moved.train.load()[0][IMAGES][0])
+
+
+def test_equal_documents_in_another_folder_have_its_images(data: Make, qwen_folder: Path, tmp_path: Path) -> None:
+    config = data(qwen_folder, [asked("<image>What?", images=["pictures/a.png"])])
+    first = prepare(config)
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    draw_image(5, 60, 100).save(tmp_path / "copy" / "pictures" / "a.png")
+    copy = prepare(replace(config, dataset=replace(config.dataset, path=str(tmp_path / "copy" / "train.jsonl"))))
+    assert copy.image_folders == [str(tmp_path / "copy" / "pictures")]
+    assert copy.content_sha256 != first.content_sha256 and prepare(config).was_cached
 
 
 def test_transparent_images_are_on_white_and_16_bits_become_8(family_folder: Path, tmp_path: Path) -> None:

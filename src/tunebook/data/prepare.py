@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.book import CHATML_TEMPLATE
+from tunebook.config.book import CHATML_TEMPLATE, resolve_path
 from tunebook.config.choices import Format, ModelPart, PackingMode, PeftMethod, Source
 from tunebook.config.schema import DatasetConfig, RunConfig, sources_of
 from tunebook.data.prepared import (
@@ -97,7 +97,7 @@ def fingerprint(config: RunConfig) -> str:
     Raises: RequestError if data or tokenizer are missing, or a hub that is needed cannot be reached.
     """
     base = _hash_without_images(config)
-    images = _images_file(base)
+    images = _images_file(config, base)
     if not images.is_file():
         return base
     paths = [Path(path) for path in json.loads(images.read_text())]
@@ -105,8 +105,14 @@ def fingerprint(config: RunConfig) -> str:
     return sha256_text(json.dumps([base, *((str(path), hashes.get(path)) for path in paths)]))
 
 
-def _images_file(base: str) -> Path:
-    return cache_root() / "prepared" / f"{base}.images"
+def _images_file(config: RunConfig, base: str) -> Path:
+    """The list of images that the documents name. A copy of them in another folder may have other images beside it."""
+    sources = sources_of(config.dataset).values()
+    typed = [config.dataset.validation_path, *(source.path for source in sources)]
+    places = [str(resolve_path(text)) for text in typed if text]
+    folders = [resolve_path(source.name) for source in sources if source.name]
+    places += [str(folder) for folder in folders if folder.is_dir()]  # others are on the hub
+    return cache_root() / "prepared" / f"{sha256_text(json.dumps([base, *places]))}.images"
 
 
 def _hash_without_images(config: RunConfig) -> str:
@@ -277,7 +283,7 @@ def _make(config: RunConfig, folder: Path, report: Progress) -> str:
         for part, documents in parts.items()
     }
     if images:
-        atomic_write_json(_images_file(_hash_without_images(config)), sorted(images))
+        atomic_write_json(_images_file(config, _hash_without_images(config)), sorted(images))
     shutil.rmtree(corpus_folder)
     name = fingerprint(config)
     about = {
