@@ -324,7 +324,7 @@ def test_images_are_shown_with_the_first_question(tmp_path: Path, monkeypatch: p
     folder = write_model(tmp_path / "qwen", FAMILIES["qwen2_5_vl"])
     draw_image(0, 100, 60).save(tmp_path / "a.png")
     target = find_target(str(folder), tmp_path, is_model=True)
-    chat, _ = load_chat(target, SAMPLING, images=[tmp_path / "a.png"])
+    chat, _ = load_chat(target, SAMPLING, images=[str(tmp_path / "a.png")])
     model: Any = chat.model
     seen, generate = [], model.generate
 
@@ -338,6 +338,7 @@ def test_images_are_shown_with_the_first_question(tmp_path: Path, monkeypatch: p
     for prompt, grid, num_patches in seen:  # 112 x 56 pixels: 8 x 4 patches, four of them a token
         assert int((prompt == model.config.image_token_id).sum()) == 8
         assert grid.tolist() == [[1, 4, 8]] and num_patches == 32
-    with pytest.raises(RequestError) as caught:
-        load_chat(target, SAMPLING, images=[tmp_path / "b.png"])
-    assert caught.value.problem_id == "chat-image"
+    for name, problem in ((str(tmp_path / "b.png"), "b.png does not exist"), ("http://127.0.0.1:1/a", "fetched")):
+        with pytest.raises(RequestError, match=problem) as caught:
+            load_chat(target, SAMPLING, images=[name])
+        assert caught.value.problem_id == "chat-image"

@@ -265,7 +265,8 @@ def chat(
         str | None, typer.Option("--system", help="In place of the run's system prompt; '' for none.")
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option("--image", help="An image to show with the first question; again for more.")
+        list[str] | None,
+        typer.Option("--image", help="A file or URL of an image to show with the first question; again for more."),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="The longest answer, in tokens.")

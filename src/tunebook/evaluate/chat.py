@@ -165,7 +165,7 @@ class Chat:
 
 
 def load_chat(
-    target: Target, sampling: Sampling, system: str | None = None, images: Sequence[Path] = ()
+    target: Target, sampling: Sampling, system: str | None = None, images: Sequence[str] = ()
 ) -> tuple[Chat, str]:
     """Load a target; return a chat and its description. `system` replaces the run's system prompt; '' removes it.
 
@@ -200,7 +200,7 @@ def load_chat(
         autocast_dtype=autocast if uses_gpu(config) else None,  # a CPU computes fastest in the weights' own format
         system_prompt=system_prompt,
         processor=processor,
-        images=[_read_image(file) for file in images],
+        images=[_read_image(name) for name in images],
     )
     chat.reset()
     source = f"those of the run {trained.run}" if trained else "the model's own, and not compared with a run"
@@ -211,9 +211,9 @@ def load_chat(
     )
 
 
-def _read_image(file: Path) -> dict[str, Any]:
+def _read_image(name: str) -> dict[str, Any]:
     try:
-        return ImageReader(folder=Path.cwd()).read(str(file), "--image")
+        return ImageReader(folder=Path.cwd(), may_download=True).read(name, "--image")
     except DocumentError as error:
         raise RequestError(error.message, problem_id="chat-image") from error
 
@@ -226,7 +226,7 @@ def chat_command(
     is_model: bool,
     system: str | None,
     sampling: Sampling,
-    images: Sequence[Path] = (),
+    images: Sequence[str] = (),
 ) -> None:
     """Chat with a run, a checkpoint, a model folder or a model on the hub, or answer one question.
 
