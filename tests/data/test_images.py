@@ -137,6 +137,7 @@ def test_templates_for_other_fields_name_the_place_of_an_image(qwen_folder: Path
         lambda folder: asked([{"type": "image", "base64": data_url(folder).partition(",")[2]}, WHAT]),
         lambda folder: asked([{"type": "image"}, WHAT], images=["pictures/a.png"]),
         lambda folder: asked("<image>What?", images=[{"path": "pictures/a.png", "bytes": None}]),
+        lambda folder: asked("<image>What?", images=[{"base64": data_url(folder).partition(",")[2]}]),
         lambda folder: asked("<image>What?", image="pictures/a.png"),
         lambda folder: {
             "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}],
@@ -206,6 +207,7 @@ DRAWN = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": 
         (asked("<image>What?", images=["thin.png"]), "data-image", ["image 1 of the document", "1 x 300"]),
         (asked("<image>What?", images=["https://example.com/a.png"]), "data-image-url", ["download_images=true"]),
         (asked("<image>What?", images=["data:image/png;base64,%%"]), "data-image", ["broken data URL"]),
+        (asked("<image>What?", images=[{"source": "a.png"}]), "data-image", ["keys are: source", "known are bytes"]),
         (asked("<image>What?", images=[]), "data-image-marks", ["0 images", "1 mark (turn 1 (user): 1)"]),
         (asked("What?", images=["a.png"]), "data-image-marks", ["1 image", "0 marks"]),
         (asked(TWO, images=["a.png"]), "data-image-marks", ["1 image", "2 marks"]),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Size = tuple[int, int]  # width and height in pixels
 MARK = "<image>"  # in the text of a document that has IMAGE_KEYS
 IMAGE_KEYS = ("images", "image")
+_VALUE_KEYS = ("bytes", "url", "path", "image", "image_url", "file", "base64")  # of an image that is an object
 _MOST_PIXELS = 89_478_485  # Pillow's own limit against files that would fill the memory
 _MOST_BYTES = 100 * 2**20  # of a download
 _DOWNLOAD_TIMEOUT_S = 30
@@ -67,11 +68,14 @@ class ImageReader:
     def _find(self, value: object, place: str) -> tuple[bytes | None, str, Path | None]:
         """The bytes of an image, or else its file; and what it is called in a message."""
         if isinstance(value, Mapping):  # `datasets` has bytes and path, OpenAI url
-            found = [value[key] for key in ("bytes", "url", "path", "image", "image_url", "file") if value.get(key)]
-            if not found:
-                message = f"{place} names nothing: its keys are: {', '.join(value) or 'none'}"
-                raise DocumentError(message, problem_id=_BAD)
-            value = found[0]
+            key = next((key for key in _VALUE_KEYS if value.get(key)), None)
+            if key is None:
+                raise DocumentError(
+                    f"{place} names nothing: its keys are: {', '.join(value) or 'none'}; known are "
+                    f"{', '.join(_VALUE_KEYS)}",
+                    problem_id=_BAD,
+                )
+            value = f"data:image;base64,{value[key]}" if key == "base64" else value[key]
             if isinstance(value, Mapping):
                 return self._find(value, place)
         if isinstance(value, bytes):

@@ -207,7 +207,7 @@ def _read_parts(parts: list[Any], role: str, what: str) -> tuple[str, str, list[
         kind = str(part.get("type", "text")).lower()
         if kind in _IMAGE_PARTS:
             key = next((key for key in IMAGE_PART_KEYS if part.get(key) is not None), "image")
-            images.append(f"data:image;base64,{part[key]}" if key == "base64" else part.get(key))
+            images.append({key: part[key]} if key == "base64" else part.get(key))
             text += IMAGE
             continue
         if any(name in kind for name in _MEDIA_PARTS):
