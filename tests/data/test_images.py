@@ -240,8 +240,9 @@ def test_an_image_that_cannot_be_used_names_line_and_turn(
 
 
 def test_marks_without_a_list_of_images_are_text(data: Make, qwen_folder: Path) -> None:
-    (row,) = prepared(data(qwen_folder, [asked("What does <image> mean in HTML?")]))
-    assert IMAGES not in row
+    made = prepare(data(qwen_folder, [asked("What does <image> mean in HTML?"), asked("Hi")]))
+    assert not made.has_images
+    assert [note for note in made.notes if note.endswith("documents with <image> as text, since they name no image: 1")]
 
 
 def test_a_changed_image_is_prepared_again(data: Make, qwen_folder: Path, tmp_path: Path) -> None:

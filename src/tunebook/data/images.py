@@ -51,6 +51,7 @@ class ImageReader:
     may_download: bool = False
     folder: Path | None = None
     num_read: int = 0
+    num_as_text: int = 0  # documents with MARK in a text, and no image
     _known: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def read(self, value: object, place: str) -> dict[str, Any]:
@@ -185,6 +186,8 @@ def place_images(turns: list[Turn], record: Mapping[str, Any], images: ImageRead
     waiting = list(value) if isinstance(value, list) else [value]
     if any(record.get(key) is not None for key in IMAGE_KEYS):
         turns = [_with_marks(turn, number) for number, turn in enumerate(turns, 1)]
+    elif not any(turn.get("images") for turn in turns):
+        images.num_as_text += any(MARK in (turn["content"] or "") for turn in turns)
     placed: list[Turn] = []
     num_marks = sum(value is None for turn in turns for value in turn.get("images", ()))
     if num_marks != len(waiting):

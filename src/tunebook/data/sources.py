@@ -23,7 +23,7 @@ from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
 from tunebook.data.files import JSON_SUFFIXES, PARQUET_SUFFIXES, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
-from tunebook.data.images import ImageReader, Size
+from tunebook.data.images import MARK, ImageReader, Size
 from tunebook.data.mixture import content_hashes, hold_out, mix
 from tunebook.data.problems import DocumentError, DocumentProblems, KeyAccount, Skipped
 from tunebook.data.readers import Record, read_records, without_nulls
@@ -148,6 +148,8 @@ class _Loader:
         if dataset is None or kind is None:
             raise DataError(f"{location} holds no document", problem_id="data-file-empty")
         notes = [f"{location}: {note}" for note in normalizer.account.notes()]
+        if number := normalizer.settings.images.num_as_text:
+            notes.append(f"{location}: documents with {MARK} as text, since they name no image: {number:,}")
         if normalizer.was_detected:
             notes.insert(0, f"{location}: format {normalizer.format.value}, by the keys of its first document")
         records = [
