@@ -343,7 +343,7 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
             raise DocumentError(f"'{key}' has no turn of the assistant after the prompt that is trained on")
         marked = [turn | {"train": False} for turn in turns[:num_prompt]] + turns[num_prompt:]
         if any("images" in turn for turn in marked) or any(not is_empty(record.get(key)) for key in IMAGE_KEYS):
-            raise DocumentError("it has images, which pairs cannot have yet; remove it", problem_id="data-media")
+            raise DocumentError("pairs cannot have images yet; remove this one", problem_id="data-media")
         rows.append(_conversation(marked, record, settings)[1])
     return CorpusKind.conversation_pair, rows[0] | {"rejected": rows[1]["messages"]}
 
