@@ -190,6 +190,7 @@ def large_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TWO = [{"type": "image"}, {"type": "image"}, WHAT]
+IN_TURN = [{"role": "user", "content": "What?", "images": ["a.png"]}, {"role": "assistant", "content": "A cat."}]
 DRAWN = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": "<image>"}]
 
 
@@ -208,6 +209,7 @@ DRAWN = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": 
         (asked("<image>What?", images=["https://example.com/a.png"]), "data-image-url", ["download_images=true"]),
         (asked("<image>What?", images=["data:image/png;base64,%%"]), "data-image", ["broken data URL"]),
         (asked("<image>What?", images=[{"source": "a.png"}]), "data-image", ["keys are: source", "known are bytes"]),
+        ({"messages": IN_TURN}, "data-key-not-supported", ["turn 1 (user)", "under 'images' of the document"]),
         (asked("<image>What?", images=[]), "data-image-marks", ["0 images", "1 mark (turn 1 (user): 1)"]),
         (asked("What?", images=["a.png"]), "data-image-marks", ["1 image", "0 marks"]),
         (asked(TWO, images=["a.png"]), "data-image-marks", ["1 image", "2 marks"]),

@@ -126,9 +126,10 @@ class KeyAccount:
         refused = [key for key in not_read if key.lower() in _MEANINGFUL and not is_empty(record[key])]
         if refused:
             are, them = ("is", "it") if len(refused) == 1 else ("are", "them")
+            is_image = place != "the document" and any(key.lower() in ("image", "images") for key in refused)
             raise DocumentError(
                 f"{' and '.join(map(repr, refused))} of {place} {are} not supported there, and training would leave "
-                f"{them} out",
+                f"{them} out" + is_image * "; images stand under 'images' of the document, or in parts of the content",
                 problem_id="data-key-not-supported",
                 keys=refused,
             )
