@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.record.conftest import evaluation
 from tunebook.errors import RequestError
 from tunebook.record.report import write_report
 from tunebook.record.run_folder import create_run_folder
@@ -79,6 +81,16 @@ def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path,
     assert f"script-src 'sha256-{digest}';" in page
     assert "<script>document" not in page
     assert "img-src data:;" in page
+
+
+def test_answers_of_a_later_evaluation_are_shown_if_the_training_had_none(make_run, tmp_path: Path) -> None:
+    folder = make_run(without=("evaluation/before.json", "evaluation/after.json"))
+    for when, model in (("eval-1", "model"), ("eval-2", "checkpoints/checkpoint-2")):
+        evaluated = evaluation(when, {"sort": 0.5}, [(f"an answer of {model}", True)]) | {"model": model}
+        (folder / "evaluation" / f"{when}.json").write_text(json.dumps(evaluated))
+    write_report(folder, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "an answer of model" in page and "an answer of checkpoints" not in page
 
 
 def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tunebook import __version__
+from tunebook.checkpoint.verify import MODEL_FOLDER
 from tunebook.config.override_text import as_typed
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
@@ -74,6 +75,7 @@ def render_run(record: RunRecord) -> str:
     before, after, manifest = record.before, record.after, record.manifest
     lock = (manifest.get("environment") or {}).get("lock") or {}
     summary, losses = summarize(record), loss_charts(record)
+    of_model = [evaluation for evaluation in record.evaluations if evaluation["model"] == MODEL_FOLDER]
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
     return (
@@ -102,7 +104,7 @@ def render_run(record: RunRecord) -> str:
             later=later_evaluations(record),
             before=before,
             after=after,
-            samples=pair_samples(before, after),
+            samples=pair_samples(before, after or (of_model or [{}])[-1]),
             contamination=record.contamination,
             contamination_scores=[
                 f"{evaluation['when']}: {line}"
