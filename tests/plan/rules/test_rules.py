@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from tunebook.config.choices import PeftMethod, Weights
+from tunebook.config.choices import ModelPart, PeftMethod, Weights
 from tunebook.plan.rules import RULES, check
 
-from .rule_cases import CASES, SLURM
+from .rule_cases import CASES, OF_IMAGES, SLURM
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}:{case.key}")
@@ -54,6 +54,11 @@ def test_a_problem_says_what_set_its_key(sound, changed):
         "training.seed (from override 'training.seed=...'): must be at most 4,294,967,295, not 4294967296\n"
         "    fix: a number that is at most 4,294,967,295   [out-of-range]"
     )
+
+
+def test_only_a_part_without_linear_layers_is_left_out_by_its_fix(sound, changed):
+    (problem,) = check(changed(changed(sound, OF_IMAGES), {"model.train": [*ModelPart]}))
+    assert problem.fix == "'model.train=[language,vision]', or peft=full"
 
 
 def test_warnings_are_the_ones_a_run_can_live_with():

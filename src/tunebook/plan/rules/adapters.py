@@ -60,7 +60,7 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
 
 
 @rule("adapter-part-empty", "model.train", "'model.train=[language]', or peft=full")
-def adapter_part_empty(config: RunConfig) -> Iterator[str]:
+def adapter_part_empty(config: RunConfig) -> Iterator[Finding]:
     """Refuse adapters for a part of the model that has no linear layer, such as Gemma 3's projector.
 
     It would stay as it is. A part in `modules_to_save` is trained whole.
@@ -70,7 +70,9 @@ def adapter_part_empty(config: RunConfig) -> Iterator[str]:
         return
     for part, layers in adapters_of_parts(config, facts.measured).items():
         if facts.unreached and not layers and part is not ModelPart.language:
-            yield f"{facts.architecture} has no linear layer in its {part.name}: an adapter trains nothing there"
+            message = f"{facts.architecture} has no linear layer in its {part.name}: an adapter trains nothing there"
+            others = [other.name for other in config.model.train if other is not part] or ["language"]
+            yield Finding(message, fix=f"'model.train=[{','.join(others)}]', or peft=full")
 
 
 def _adapts_experts(config: RunConfig) -> bool:
