@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.evaluate.conftest import cpu_run
 from tests.image_models import FAMILIES, draw_image, load_processor, write_model
+from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import DatasetConfig, ModelConfig
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.contamination import check_evaluated
@@ -160,6 +161,9 @@ def test_a_model_without_a_processor_is_refused_before_its_template(qwen: Path, 
     (qwen / "chat_template.jinja").write_text("{{ messages[0].content + '?' }}")
     with pytest.raises(RequestError) as caught:
         evaluated(qwen, task_of(WRITTEN))
+    assert caught.value.problem_id == "model-without-images"
+    with pytest.raises(RequestError) as caught:  # before a training
+        require_tasks([str(task_of(WRITTEN))], model=ModelConfig(facts=ModelFacts(architecture="Qwen2ForCausalLM")))
     assert caught.value.problem_id == "model-without-images"
 
 

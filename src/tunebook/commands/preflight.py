@@ -36,7 +36,8 @@ def require_runnable(job: Draft) -> None:
     check_model(job.config.model)
     if job.config.evaluation.tasks:
         # Now, and not after hours of training.
-        require_tasks(job.config.evaluation.tasks, download_images=job.config.dataset.download_images)
+        config = job.config
+        require_tasks(config.evaluation.tasks, download_images=config.dataset.download_images, model=config.model)
         check_sandbox(job.config)
 
 

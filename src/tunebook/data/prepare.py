@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import CHATML_TEMPLATE, resolve_path
 from tunebook.config.choices import Format, ModelPart, PackingMode, PeftMethod, Source
-from tunebook.config.schema import DatasetConfig, RunConfig, sources_of
+from tunebook.config.schema import DatasetConfig, ModelConfig, RunConfig, sources_of
 from tunebook.data.prepared import (
     ARROW_FILE,
     LENGTHS_FILE,
@@ -189,12 +189,7 @@ def require_images(config: RunConfig, has_images: bool) -> None:
         return
     note_images(config.dataset)
     facts = config.model.facts
-    if facts is not None and facts.architecture.endswith("ForCausalLM"):
-        raise RequestError(
-            f"the documents have images, and the model is trained as {facts.architecture}, which reads text alone; "
-            "name a model for images and text, such as model=qwen25_vl_3b, or data without images",
-            problem_id="model-without-images",
-        )
+    require_image_model(config.model, "the documents")
     is_proven = facts is not None and facts.architecture in PACKED_IMAGE_ARCHITECTURES
     if config.packing.mode is PackingMode.isolated and not is_proven:
         raise RequestError(
@@ -214,6 +209,16 @@ def require_images(config: RunConfig, has_images: bool) -> None:
             f"parallelism.sequence_group_size={config.parallelism.sequence_group_size}: the documents have images, and "
             "GPUs cannot share a row with these; type parallelism.sequence_group_size=1",
             problem_id="images-in-groups",
+        )
+
+
+def require_image_model(model: ModelConfig, what: str) -> None:
+    """Raises: RequestError for a model of text alone, and `what` that has images."""
+    if model.facts is not None and model.facts.architecture.endswith("ForCausalLM"):
+        raise RequestError(
+            f"{what} have images, and the model is trained as {model.facts.architecture}, which reads text alone; "
+            "name a model for images and text, such as model=qwen25_vl_3b, or data without images",
+            problem_id="model-without-images",
         )
 
 

@@ -18,7 +18,8 @@ from rich.console import Console
 from tunebook.config.choices import Source
 from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import ModelConfig, RunConfig
+from tunebook.data.prepare import require_image_model
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.harness import load_tasks, prepare_environment, read_conversations
 from tunebook.evaluate.task_files import resolve_task, suite_settings
@@ -76,15 +77,17 @@ def _fetch_run(config: RunConfig, console: Console) -> None:
                 ) from error
 
 
-def require_tasks(tasks: Iterable[str], *, download_images: bool = False) -> None:
+def require_tasks(tasks: Iterable[str], *, download_images: bool = False, model: ModelConfig | None = None) -> None:
     """Load tasks with their data, which downloads it; refuse those that cannot be loaded, all in one error.
 
-    In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError;
-    DataError for held-out conversations that cannot be used.
+    In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError, also
+    for images that the model cannot read; DataError for held-out conversations that cannot be used.
     """
     resolved = {task: resolve_task(task) for task in tasks}
     for held_out in filter(None, (task.conversations for task in resolved.values())):
-        read_conversations(held_out, None, download_images=download_images)
+        read = read_conversations(held_out, None, download_images=download_images)
+        if model is not None and any(conversation.images() for conversation, _ in read):
+            require_image_model(model, f"the conversations of {held_out}")
     remote = [name for name, task in resolved.items() if not task.has_own_data]
     if not remote:
         return
