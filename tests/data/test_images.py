@@ -415,6 +415,8 @@ def test_images_are_fetched_only_if_asked_for(data: Make, qwen_folder: Path, tmp
         found = data(qwen_folder, [asked("<image>What?", images=urls[:1])], download_images=True)
         (row,) = prepared(found)
         assert row[IMAGES][0].partition(" ")[0] == sha256_file(tmp_path / "data" / "pictures" / "a.png")
+        draw_image(3, 40, 40).save(tmp_path / "data" / "pictures" / "ä b.png")
+        prepare(data(qwen_folder, [asked("<image>What?", images=[f"{urls[0][:-5]}ä b.png"])], download_images=True))
         for url in (urls[1], f"{urls[0]} b"):
             missing = data(qwen_folder, [asked("<image>What?", images=[url])], download_images=True)
             with pytest.raises(DataError, match="cannot be fetched"):

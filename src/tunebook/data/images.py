@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import http.client
 import io
+import string
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -299,7 +300,8 @@ def _download(url: str, place: str) -> Path:
     if file.is_file():
         return file
     try:
-        with urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT_S) as answer:
+        quoted = urllib.parse.quote(url, safe=string.punctuation)  # spaces and letters beyond ASCII, as a browser does
+        with urllib.request.urlopen(quoted, timeout=_DOWNLOAD_TIMEOUT_S) as answer:
             data = answer.read(_MOST_BYTES + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
