@@ -106,6 +106,12 @@ def test_memory_and_time_count_the_images(draft: Any) -> None:
     assert slow.tokens_per_second == pytest.approx(1 / (1 / fast.tokens_per_second + seconds))
 
 
+def test_compiled_blocks_are_planned_with_a_frozen_tower(draft: Any) -> None:
+    compiled, eager = draft([[(84, 56)]], "model.compile_layers=true"), draft([[(84, 56)]])
+    compiled.raise_errors()
+    assert 0 < compiled.memory.parts["activations"] < eager.memory.parts["activations"]
+
+
 @pytest.mark.parametrize(
     ("words", "model", "problem_id"),
     [

@@ -98,6 +98,7 @@ OF_IMAGES = LORA | {
     "model.facts.unreached": ["tower", "projector"],
     "model.facts.measured": traced(num_layers=2, parameters=1, adapters={"q": [1, 1]}, vision_adapters={"q": [1, 1]}),
 }
+WITH_VISION = {"model.train": [ModelPart.language, ModelPart.vision]}
 GPT2 = {"model.facts.architecture": "GPT2LMHeadModel", "model.facts.measured": MEASURED}
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 PADDED_DDP = {**DDP, **PADDED}
@@ -141,7 +142,7 @@ CASES = [
     Case("model-not-causal", "model.path", folder("masked")),
     Case("adapter-part-empty", "model.train", {"model.train": [ModelPart.language, ModelPart.projector]}, OF_IMAGES),
     Case("model-parts", "model.train", {"model.train": []}),
-    Case("model-parts", "model.train", {"model.train": [ModelPart.language, ModelPart.vision]}),
+    Case("model-parts", "model.train", WITH_VISION),
     Case("length-beyond-model", "training.max_length", LONG),
     Case("yarn-not-possible", "model.yarn_original_positions", {"model.yarn_original_positions": 1024}),
     Case("yarn-not-possible", "model.yarn_factor", {"model.yarn_factor": 2.0}, GPT2),
@@ -212,6 +213,7 @@ CASES = [
     Case("compiled-layers-not-possible", "model.compile_layers", zero(Strategy.zero3), LORA | COMPILED),
     Case("compiled-layers-not-possible", "model.compile_layers", {"peft.use_dora": True}, LORA | COMPILED),
     Case("compiled-layers-not-possible", "model.compile_layers", fsdp(Strategy.fsdp), QLORA | COMPILED),
+    Case("compiled-layers-not-possible", "model.compile_layers", WITH_VISION, OF_IMAGES | COMPILED),
     Case("one-pass-head-in-fp16", "model.one_pass_head", {"model.one_pass_head": True}, IN_FP16),
     Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5}),
     Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5, CHECKPOINTING: Checkpointing.enabled}, COMPILED),

@@ -42,9 +42,14 @@ class TracedLayers:
             traces.append(_Trace(joint, options))
             raise _IsTracedError
 
-        trace_only: Any = aot_autograd(fw_compiler=None, partition_fn=keep, decompositions=select_decomp_table())
+        def refuse(_: Any, __: Any) -> Any:
+            raise _IsTracedError
+
+        trace_only: Any = aot_autograd(fw_compiler=refuse, partition_fn=keep, decompositions=select_decomp_table())
         with contextlib.suppress(_IsTracedError):
             trace_only(graph, inputs)
+        if not traces:  # no gradient is asked for, as in a frozen tower for images: it keeps nothing
+            return graph.forward
         (trace,) = traces
         trace.cut(self._budget)
         self._traces.append(trace)

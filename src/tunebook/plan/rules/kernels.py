@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
+from tunebook.config.choices import Checkpointing, Compute, ModelPart, PackingMode, PeftMethod
 from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.config.schema import RunConfig
 from tunebook.facts.architectures import has_attention
@@ -94,11 +94,12 @@ def varlen_attention_padded(config: RunConfig) -> Iterator[str]:
 def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
     """Refuse compiled blocks with Liger's kernels, flash-attn's packages, sdpa_by_document, or some adapters.
 
-    torch cannot compile a block that calls Liger's kernels (torch 2.11, liger-kernel 0.8.5). transformers' function
-    for flash-attn reads the number of the calling block, so torch compiles each block again and stops after eight.
+    torch cannot compile a block that calls Liger's kernels (torch 2.11, liger-kernel 0.8.5). transformers' function for
+    flash-attn reads the number of the calling block, so torch compiles each block again and stops after eight.
     sdpa_by_document reads on the host how long the documents of a row are. Adapters in compiled blocks read weights
     that ZeRO-3 gathers in calls of their layers only. The scales of a base in 4 bits cannot be divided by FSDP, and
-    DeepSpeed would cast them. The memory of compiled blocks with DoRA cannot be planned.
+    DeepSpeed would cast them. The memory of compiled blocks with DoRA, or in a trained tower for images, cannot be
+    planned.
     """
     if config.model.compile_layers and config.model.liger_kernel:
         yield "blocks that call Liger's kernels cannot be compiled"
@@ -111,6 +112,8 @@ def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
         yield "blocks with a base in 4 bits are compiled on one GPU and with DDP only"
     if config.model.compile_layers and has_dora(config):
         yield "compiled blocks with DoRA cannot be planned, and had other losses"
+    if config.model.compile_layers and ModelPart.vision in config.model.train:
+        yield "compiled blocks of a tower for images that is trained cannot be planned"
 
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head", "model.one_pass_head=false")
