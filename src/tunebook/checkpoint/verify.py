@@ -26,8 +26,8 @@ from tunebook.checkpoint.record import (
 from tunebook.errors import DataError
 from tunebook.files import sha256_file
 from tunebook.record.manifest import MODEL_FILES, manifest_or_empty
+from tunebook.record.run_folder import MODEL_FOLDER
 
-MODEL_FOLDER = "model"  # of a run: its trained model
 _WEIGHTS = ".safetensors"
 
 

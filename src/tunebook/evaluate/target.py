@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
-from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
+from tunebook.checkpoint.verify import require_unchanged_model
 from tunebook.config.book import find_recipes, resolve_path
 from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.compose import compose
@@ -39,7 +39,7 @@ from tunebook.model.tokenizer_files import has_vocabulary
 from tunebook.model.weight_files import WEIGHT_FILES
 from tunebook.record.manifest import RunState, manifest_or_empty
 from tunebook.record.model_origin import Origin, read_origin
-from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
+from tunebook.record.run_folder import LATEST, MODEL_FOLDER, RUN_FILE, find_runs, is_run, resolve_run
 
 EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
 _MISTYPED = 0.8  # similarity of a recipe name with a wrong letter

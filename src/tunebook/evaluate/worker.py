@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
+from tunebook.checkpoint.verify import require_unchanged_model
 from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.contamination import check_run
@@ -33,7 +33,7 @@ from tunebook.model.adapters import holds_model
 from tunebook.processes import die_with_parent, ending, free_port
 from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import origin_of, read_origin
-from tunebook.record.run_folder import LOG_FILE, RUN_FILE
+from tunebook.record.run_folder import LOG_FILE, MODEL_FOLDER, RUN_FILE
 from tunebook.terminal import quiet_libraries
 
 

@@ -18,7 +18,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tunebook import __version__
-from tunebook.checkpoint.verify import MODEL_FOLDER
 from tunebook.config.override_text import as_typed
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
@@ -40,6 +39,7 @@ from tunebook.record.page.overview import (
     title_of,
     validation_of_model,
 )
+from tunebook.record.run_folder import MODEL_FOLDER
 from tunebook.record.run_record import RunRecord, read_run
 from tunebook.record.scores import (
     answers_of,

@@ -37,6 +37,7 @@ PLAN_FILE = "plan.json"
 LOG_FILE = "log.txt"  # of the libraries, in training and evaluation
 UNSAVED_FILE = ".unsaved"  # empty; where it is there, the ranks write no model: the run is a measurement
 PREPARED_FILE = "prepared.json"
+MODEL_FOLDER = "model"  # the trained model
 STOP_FILE = ".stop"  # what asks ranks on other machines to stop, as text
 DEEPSPEED_FILE = "deepspeed.json"  # ZeRO only: what DeepSpeed was started with, every "auto" filled in
 

@@ -38,7 +38,6 @@ from tunebook.checkpoint.export.write import (
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, named_as_checkpoints, step_of
 from tunebook.checkpoint.save import seal_files
 from tunebook.checkpoint.verify import (
-    MODEL_FOLDER,
     newest_checkpoint,
     require_unchanged_model,
     skipped_checkpoints,
@@ -58,7 +57,7 @@ from tunebook.model.tokenizer import agree_on_tokens
 from tunebook.model.tokenizer_files import processor_files
 from tunebook.record.manifest import read_manifest
 from tunebook.record.model_origin import check_base, check_bound, origin_of, write_origin
-from tunebook.record.run_folder import RUN_FILE, resolve_run
+from tunebook.record.run_folder import MODEL_FOLDER, RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 from tunebook.terminal import quiet_libraries
 
