@@ -232,7 +232,7 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
         values = [line[key] for line in timed if line.get(key) is not None]
         name = "seconds_per_step" if key == "seconds" else key
         found |= {name: round(statistics.median(values), digits)} if values else {}
-    memory = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
+    memory = ("memory_gib", "memory_reserved_gib")  # of the device as a whole, other runs hold a part
     return found | {key: last[key] for key in memory if key in last} | {
         "steps": last["step"],
         "losses": [round(line["loss"], 6) for line in lines],
