@@ -13,7 +13,6 @@ are of real tokens, the median of the steps after the warm-up. A table comes las
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -83,21 +82,22 @@ def case(name: str, asked: argparse.Namespace) -> Line:
 
 def jobs_of_ours(names: list[str], asked: argparse.Namespace) -> tuple[list[Job], list[Line]]:
     """Runs of Tunebook, and a line for each that the rules refuse."""
-    write_lines(asked.logs / "cases.jsonl", [case(name, asked) for name in names])
-    words = [str(asked.logs / "cases.jsonl"), "--output", str(asked.logs), "--timeout-s", str(asked.budget_s)]
+    cases, file = [case(name, asked) for name in names], asked.logs / "cases.jsonl"
+    write_lines(file, cases)
+    words = [str(file), "--output", str(asked.logs), "--timeout-s", str(asked.budget_s)]
     runs = gpu_runs.run_parser().parse_args([*words, "--runs", str(asked.logs / "runs")])
-    return gpu_runs.jobs_of([case(name, asked) for name in names], runs)
+    return gpu_runs.jobs_of(cases, runs)
 
 
 def job_of_peer(name: str, timeout_s: float, asked: argparse.Namespace) -> Job:
     """A peer's script, whose line goes to a file of its own."""
     script, variant, gib = PEERS[name]
-    folder = asked.logs / name
+    written = asked.logs / name / "line.jsonl"
+    written.unlink(missing_ok=True)  # of an earlier run
     site = asked.automodel if name == "automodel" else asked.unsloth if script == "peer_unsloth.py" else None
-    words = ["--output", str(folder / "line.jsonl"), "--steps", str(asked.steps), "--timeout-s", str(timeout_s),
+    words = ["--output", str(written), "--steps", str(asked.steps), "--timeout-s", str(timeout_s),
              "--warm-up-steps", str(asked.warm_up_steps)]  # fmt: skip
-    words += ["--python-path", site] if site else []
-    words += ["--models", str(asked.models)] if site else []
+    words += ["--python-path", site, "--models", str(asked.models)] if site else []
     only = variant.format(model=asked.model, short="_short" if asked.short else "")
     return Job(
         name=name, gpus=(0,), line={}, gpu_gib=gib, timeout_s=asked.budget_s, warm_up_steps=asked.warm_up_steps,
@@ -128,7 +128,7 @@ def main(words: list[str] | None = None) -> int:
     """Run them; 1 if one has no speed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/side_by_side"), help="emptied first")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/side_by_side"))
     parser.add_argument("--unsloth", metavar="PATH", default="", help="PYTHONPATH of Unsloth")
     parser.add_argument("--automodel", metavar="PATH", default="", help="PYTHONPATH of AutoModel")
     parser.add_argument("--only", nargs="*", choices=[*OURS, *PEERS], default=ORDER, metavar="NAME",
@@ -146,8 +146,7 @@ def main(words: list[str] | None = None) -> int:
             parser.error(f"--{peer} is missing: the folder of its packages")
     require_gpus(1)
     end = time.monotonic() + asked.budget_s
-    shutil.rmtree(asked.logs, ignore_errors=True)
-    asked.logs.mkdir(parents=True)
+    asked.logs.mkdir(parents=True, exist_ok=True)
     if any(name.startswith(("qlora", "unsloth", "automodel")) for name in asked.only):
         site = asked.unsloth if any(name.startswith("unsloth") for name in asked.only) else None
         write_weights(asked.model, asked.models / asked.model, asked.logs / "weights.txt", folders_of(site))

@@ -7,8 +7,8 @@ Its own trainer, started as its run_train.sh starts it; see `peer_torchtitan_mod
 data set lays documents end to end and cuts the stream into rows: no token is padding. Flex attention keeps documents
 apart. Weights and optimizer are fp32, computed in bf16; with adapters all is bf16, and documents have 512 tokens.
 32,768 tokens a GPU and optimizer step; the speed is what it logs (tps), the median after the first 10 steps. The first
-step compiled for three minutes on an H200. Its CUDA graphs ended with an error in rows of 16,384 tokens, whose masks
-have another number of blocks in each step.
+step compiled for three minutes on an H200. Its CUDA graphs refuse rows of 16,384 tokens, since the masks of their
+documents differ from step to step.
 """
 
 from __future__ import annotations
