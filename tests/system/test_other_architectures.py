@@ -125,3 +125,20 @@ def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
     untouched = {name for name, weight in before.items() if torch.equal(weight, after[name])}
     kept = {name for name in before if "language_model." not in name or name.endswith("layer_scalar")}  # no parameter
     assert untouched == kept
+
+
+def test_a_model_for_images_trains_from_its_facts_where_the_hub_is_out_of_reach(
+    run_forked: Any, read_run: Any, tmp_path: Path
+) -> None:
+    """As on a machine that only measures speed: nothing is at hand that says how it reads images."""
+    facts = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "num_parameters": 18_000_000}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ended = run_forked([
+        *["tunebook", "train", "gemma3_4b_lora", f"outputs={tmp_path}", "model.weights=random", "dataset=synthetic"],
+        *["hardware=cpu", "evaluation=none", "training.max_steps=2", "dataset.synthetic.num_documents=40"],
+        *(f"model.facts.{name}={value}" for name, value in facts.items()),
+        *(f"model.facts.config.vision_config.{name}={value}" for name, value in vision.items()),
+    ])  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    assert len(read_run(tmp_path / "gemma3_4b_lora" / "latest").losses) == 2

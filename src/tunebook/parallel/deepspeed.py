@@ -90,11 +90,16 @@ def keep_format_of_persistent(model: Any) -> None:
 
     With `torch_autocast` they are gathered in fp32 after a step, but in bf16 in a pass whose order is being recorded,
     so a resumed run would differ from an undisturbed one. Needed until DeepSpeed gathers them in one format; 0.19.8
-    does not.
+    does not. Their gradients are then summed in that format, for which adapters have no buffer yet.
     """
-    for parameter in getattr(getattr(model, "optimizer", None), "persistent_parameters", []):
+    optimizer = getattr(model, "optimizer", None)
+    for parameter in getattr(optimizer, "persistent_parameters", []):
         if hasattr(parameter, _GATHERED_AS):
             delattr(parameter, _GATHERED_AS)
+            if parameter.requires_grad and parameter.dtype not in optimizer.ipg_buckets:
+                bucket = next(iter(optimizer.ipg_buckets.values()))
+                buffer = bucket.buffer.new_empty(bucket.buffer.shape, dtype=parameter.dtype)
+                optimizer.ipg_buckets[parameter.dtype] = type(bucket)(buffer=buffer)
 
 
 def _number_format(config: RunConfig) -> dict[str, Any]:

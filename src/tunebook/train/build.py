@@ -97,7 +97,8 @@ def build_trainer(
         row_multiple=row_multiple(config),
         saver=_saver(config, folder, prepared),
     )
-    if is_image_class(type(model).__name__):  # also where the data is text alone
+    # Also where the data is text alone. A tokenizer that only names the ids has no folder.
+    if is_image_class(type(model).__name__) and tokenizer.name_or_path:
         trainer.processor_files = processor_files(tokenizer_folder(config.model))
     fp8_layers = _finish_layers(config, model, trainer)
     clock.passed("trainer")
