@@ -139,8 +139,15 @@ def test_more_missing_steps_than_kills_are_a_difference(make_run: MakeRun, num_k
     assert (found.exit_code, found.rows[0].reason) == (5, "steps that only one run logged: 1, 2")
 
 
+def test_another_validation_loss_is_a_difference(make_run: MakeRun, record: Record) -> None:
+    record(*(make_run(validation={30: 3.0, 60: 2.45}) for _ in range(2)))
+    found = verified(make_run(validation={30: 3.0, 60: 2.5}))
+    row = next(row for row in found.rows if row.name == "validation loss")
+    assert (row.expected, row.measured, row.verdict, found.exit_code) == (2.45, 2.5, Verdict.different, 5)
+
+
 def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> None:
-    record(*(make_run(validation={30: 3.0, 60: 2.0}) for _ in range(2)), target="validation_loss<=2.5@60")
+    record(*(make_run(validation={30: 3.0, 60: 2.45}) for _ in range(2)), target="validation_loss<=2.5@60")
     found = verified(make_run(validation={30: 2.6, 60: 2.45}))
     row = found.rows[-1]
     assert (row.name, row.expected, row.measured) == ("target: validation_loss <= 2.5 within 60 steps", 2.5, 2.45)

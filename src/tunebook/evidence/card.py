@@ -48,7 +48,8 @@ def with_section(card: Path, made: str) -> str:
 def section(recorded: Sequence[tuple[Path, Evidence]]) -> str:
     """A table with one row per file, the strongest kind of evidence first, its plot, and what to type, folded."""
     recorded = sorted(recorded, key=lambda entry: list(Kind).index(entry[1].kind))
-    columns = ["evidence", "what was run", "final loss", "tokens/s/GPU", "GiB", "score", "loss may differ by"]
+    columns = ["evidence", "what was run", "final loss (validation)", "tokens/s/GPU", "GiB (planned)", "score",
+               "loss may differ by"]  # fmt: skip
     if has_target := any(evidence.target is not None for _, evidence in recorded):
         columns.append("target")
     lines = [
@@ -64,19 +65,25 @@ def section(recorded: Sequence[tuple[Path, Evidence]]) -> str:
 
 
 def _row(file: Path, evidence: Evidence, *, has_target: bool) -> str:
-    ran, results, hardware, memory = evidence.ran, evidence.results, evidence.hardware, evidence.results.memory_gib
+    ran, results, hardware = evidence.ran, evidence.results, evidence.hardware
     description = f"{evidence.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
     description += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(evidence.repeats)} runs, {evidence.recorded}"
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
     cells = [
         f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", description,
-        f"{results.losses[-1]:.4f}", _speed_text(evidence), "-" if memory is None else f"{memory:.2f}", scores or "-",
+        _with_other(results.losses[-1], results.validation_loss, ".4f"), _speed_text(evidence),
+        _with_other(results.memory_gib, results.planned_memory_gib, ".2f"), scores or "-",
         f"{evidence.tolerances[LOSS].value:.2g}",
     ]  # fmt: skip
     if has_target:
         target = evidence.target
         cells.append("-" if target is None else f"{describe_target(target)}: {recorded_text(evidence.repeats)}")
     return f"| {' | '.join(cells)} |"
+
+
+def _with_other(value: float | None, other: float | None, digits: str) -> str:
+    """`1.23 (4.56)`, without what is unknown."""
+    return "-" if value is None else f"{value:{digits}}" + (f" ({other:{digits}})" if other is not None else "")
 
 
 def _speed_text(evidence: Evidence) -> str:

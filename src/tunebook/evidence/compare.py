@@ -86,7 +86,6 @@ class Claim:
     name: str
     description: str  # the recipe, weights, data, layers and steps
     recorded: Evidence | RunFacts
-    validation_loss: float | None = None  # the best; unknown of evidence
     tolerances: dict[str, Tolerance]
     target: Target | None = None
     repeats: Sequence[Repeat] = ()  # empty for another run
@@ -153,7 +152,6 @@ def claim_of_run(run: RunFacts) -> Claim:
         name=run.record.name,
         description=" ".join([run_name(run.config), *training_overrides(run.manifest)]),
         recorded=run,
-        validation_loss=run.validation_loss,
         tolerances=compute_tolerances([run.results], run.config),
         num_resumed=run.num_resumed,
     )
@@ -173,7 +171,7 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     speeds = (expected.tokens_per_second_per_gpu, measured.tokens_per_second_per_gpu)
     rows = [
         _loss_row(claim, run, limits[LOSS]),
-        _row("validation loss", claim.validation_loss, run.validation_loss, limits[LOSS]),
+        _row("validation loss", expected.validation_loss, measured.validation_loss, limits[LOSS]),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), caveat),
         _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), caveat),
     ]

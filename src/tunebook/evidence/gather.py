@@ -61,11 +61,6 @@ class RunFacts:
         every, steps = self.record.log_every_steps or 1, self.results.steps
         return sorted(set(range(every, self.record.training[-1]["step"] + 1, every)) - set(steps))
 
-    @property
-    def validation_loss(self) -> float | None:
-        """The best loss of the validation part; None without one."""
-        return summarize(self.record).best_validation_loss
-
     def description(self, recipes_dirs: list[Path]) -> RunDescription:
         """Return the first section of the file: what was run."""
         config, overrides = self.config, training_overrides(self.manifest)
@@ -148,6 +143,7 @@ class RunFacts:
             tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
             memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
             planned_memory_gib=(plan.get("memory_gib") or {}).get("allocated") if is_estimate else None,
+            validation_loss=summary.best_validation_loss,
             scores={name: _score(record, name, task) for name, task in tasks.items()},
         )
 

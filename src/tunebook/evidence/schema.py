@@ -134,6 +134,7 @@ class Results(Section):
     tokens_per_second_per_gpu: float | None  # real tokens, median after warming up
     memory_gib: float | None  # peak of the rank with the highest peak
     planned_memory_gib: float | None  # the plan's estimate
+    validation_loss: float | None = None  # the best; None without a validation part, and in older files
     scores: dict[str, Score]  # by task
 
 
