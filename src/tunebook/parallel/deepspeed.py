@@ -92,7 +92,7 @@ def keep_format_of_persistent(model: Any) -> None:
     so a resumed run would differ from an undisturbed one. Needed until DeepSpeed gathers them in one format; 0.19.8
     does not. Their gradients are then summed in that format, for which adapters have no buffer yet.
     """
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
     for parameter in getattr(optimizer, "persistent_parameters", []):
         if hasattr(parameter, _GATHERED_AS):
             delattr(parameter, _GATHERED_AS)
