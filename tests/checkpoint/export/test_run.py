@@ -228,6 +228,17 @@ def test_sums_in_another_order_may_move_the_logits_by_one_rounding(layouts: Any,
         compare(folder, own, own * (1 + 2**-5), config)
 
 
+def test_an_adapter_of_random_weights_is_exported_merged_only(layouts: Any, lora_run: Path, export: Any) -> None:
+    """Its base is in no folder and on no hub."""
+    layouts.write_checkpoint(lora_run, "adapter")
+    settings = lora_run / "run.yaml"
+    settings.write_text(settings.read_text().replace("weights: pretrained", "weights: random"))
+    with pytest.raises(RequestError) as refused:
+        export(lora_run)
+    assert refused.value.problem_id == "export-merge"
+    assert export(lora_run, merge=True).origin.is_merged
+
+
 def test_merge_of_a_whole_model_and_another_template_than_in_training_are_refused(
     layouts: Any, run: Path, export: Any
 ) -> None:

@@ -43,7 +43,7 @@ from tunebook.checkpoint.verify import (
     skipped_checkpoints,
     verified_record,
 )
-from tunebook.config.choices import PeftMethod
+from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import AttentionConfig, RunConfig
 from tunebook.errors import RequestError
@@ -97,6 +97,12 @@ def export_run(
         raise RequestError(
             f"--merge: {run.name} trained the whole model (peft.method=full), so there is no adapter to merge; leave "
             "--merge out",
+            problem_id="export-merge",
+        )
+    if not merge and config.peft.method is not PeftMethod.full and config.model.weights is Weights.random:
+        raise RequestError(
+            f"{run.name} trained an adapter of a base model with random weights, which is saved nowhere to load it on; "
+            "add --merge for a whole model",
             problem_id="export-merge",
         )
     if merge:
