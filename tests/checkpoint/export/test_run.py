@@ -38,6 +38,13 @@ def left_in(run: Path) -> list[Path]:
     return list(run.glob("exports/*"))
 
 
+def test_weights_in_16_bits_are_exported_in_32(layouts: Any, run: Path, export: Any) -> None:
+    """As the gathered ones of mixed_precision=cast, whose base model was published in fp32."""
+    layouts.write_checkpoint(run, "whole", "bfloat16")
+    exported = export(run, dtype="fp32")
+    assert (exported.origin.dtype, exported.origin.is_exact) == ("fp32", True)
+
+
 @pytest.mark.parametrize("form", ["whole", "zero2", "zero3", "fsdp"])
 def test_every_form_is_exported_as_the_same_weights(layouts: Any, run: Path, export: Any, form: str) -> None:
     layouts.write_checkpoint(run, form)

@@ -23,6 +23,7 @@ from tunebook.checkpoint.export.model import (
     adapted_base,
     adapter_settings,
     find_tokenizer,
+    in_format,
     skeleton_of,
     whole_model,
 )
@@ -191,6 +192,8 @@ def _write(
         else:
             assert skeleton is not None
             model = whole_model(skeleton, weights, str(stored))
+            if dtype is not None and dtype.itemsize > model.dtype.itemsize:
+                in_format(model, dtype)  # exact, so that both logits are of products in this format
         del weights
         trained = logits_of(model)
         model = merged(model) if merge else model
