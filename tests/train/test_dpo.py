@@ -26,7 +26,7 @@ from tunebook.data.sampler import epoch_order
 from tunebook.facts.attention import BY_DOCUMENT
 from tunebook.train.methods.dpo import losses_of
 from tunebook.train.methods.pairs import PairCollator
-from tunebook.train.methods.reference import reference_log_probabilities
+from tunebook.train.methods.reference import ReferencePass, reference_log_probabilities
 
 from .conftest import base_config, losses, outcome
 
@@ -232,6 +232,18 @@ def test_full_fine_tune_keeps_the_reference_and_resumes_to_the_digit(run, dpo, s
     table = np.load(kept)
     assert table.shape == (19, 2)
     assert np.isfinite(table).all()
+
+
+def test_cast_weights_have_a_reference_of_their_own():
+    """DeepSpeed rounds them, so their first loss would not be log 2 with the reference of a run in autocast."""
+
+    def key(**parallelism):
+        precision = {"compute": "bf16", "master_weights": "fp32", "fp8_scaling": "tensorwise"}
+        settings = {"precision": precision, "parallelism": parallelism}
+        identity = SimpleNamespace(settings=settings, model={"weights": "pretrained"})
+        return ReferencePass(SimpleNamespace(saver=SimpleNamespace(identity=identity)), None)._key()
+
+    assert key(mixed_precision="cast") != key(mixed_precision="autocast") == key()
 
 
 def test_full_fine_tune_resumes_for_more_steps_over_other_pairs(run, dpo):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tunebook.checkpoint.collectives import on_first_rank
+from tunebook.config.choices import MixedPrecision
 from tunebook.data.prepared import PreparedPart
 from tunebook.errors import RequestError, counted
 from tunebook.files import sha256_text
@@ -24,6 +25,8 @@ from tunebook.parallel.deepspeed import forget_parameter_order
 from tunebook.train.methods.trainer import Run
 
 _NUM_NAME_DIGITS = 16
+_PRECISION = ("compute", "master_weights", "fp8_scaling")
+_AUTOCAST = MixedPrecision.autocast.name
 
 
 def reference_log_probabilities(trainer: Any, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +81,8 @@ class ReferencePass(TrainerCallback):
     def _key(self) -> str:
         """The hash of everything but the data that the log-probabilities depend on."""
         identity = self.trainer.saver.identity
-        precision = {name: identity.settings["precision"].get(name) for name in ("compute", "master_weights")}
+        precision = {name: identity.settings["precision"][name] for name in _PRECISION}
+        precision["mixed_precision"] = identity.settings["parallelism"].get("mixed_precision", _AUTOCAST)
         seed = identity.settings["training"]["seed"] if identity.model["weights"] == "random" else None
         return sha256_text(json.dumps([identity.model, precision, seed], sort_keys=True))[:_NUM_NAME_DIGITS]
 
