@@ -220,6 +220,7 @@ CASES = [
     Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", {"activation.mlp_tile_tokens": 4096}),
     Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", TILED, COMPILED),
     Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", TILED, {"model.facts.measured": WITH_EXPERTS}),
+    Case("mlp-tiles-not-possible", "activation.mlp_tile_tokens", TILED, zero(Strategy.zero3)),
     # parallelism
     Case("strategy-settings-mismatch", STRATEGY, {STRATEGY: Strategy.zero2}, fsdp(Strategy.fsdp)),
     Case("strategy-settings-mismatch", STRATEGY, {STRATEGY: Strategy.auto}, fsdp(Strategy.fsdp)),

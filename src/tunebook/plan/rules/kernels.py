@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Checkpointing, Compute, ModelPart, PackingMode, PeftMethod
 from tunebook.config.model_facts import LENGTHS, MASK
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.facts.architectures import has_attention
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
@@ -148,6 +148,7 @@ def mlp_tiles_not_possible(config: RunConfig) -> Iterator[str]:
 
     A tile keeps its input and computes the rest once more in the backward pass. Blocks would be compiled again for
     each number of tiles, and in fp8 each tile would have its own scale. Experts get the tokens of the whole row.
+    ZeRO-3 gathers the weights of an MLP for each tile, and ranks with rows of their own have different numbers of them.
     """
     facts = config.model.facts
     if config.activation.mlp_tile_tokens is None:
@@ -158,3 +159,5 @@ def mlp_tiles_not_possible(config: RunConfig) -> Iterator[str]:
         yield "tiles cannot be combined with model.compile_layers=true or precision.compute=fp8"
     if facts is not None and has_experts(facts):
         yield f"the MLPs of {facts.architecture} are experts, which need the tokens of the whole row"
+    if strategy_facts(config).is_zero3 and data_ranks(config) > 1:
+        yield "ZeRO-3 gathers weights for each tile, and ranks have different numbers; parallelism=fsdp does not"
