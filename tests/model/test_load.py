@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tunebook.config.choices import Attention, Compute, MixedPrecision, PeftMethod, Strategy, Weights
+from tunebook.config.choices import Attention, Compute, MasterWeights, MixedPrecision, PeftMethod, Strategy, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
 from tunebook.config.model_facts import ModelFacts
@@ -174,14 +174,16 @@ def test_rank_0_draws_what_one_process_draws(folder: Path, parallelism: Parallel
     assert not same(load_model(config), alone)
 
 
-def test_allocated_weights_have_own_addresses_and_real_buffers(folder: Path) -> None:
+@pytest.mark.parametrize("weights", [MasterWeights.fp32, MasterWeights.bf16])
+def test_allocated_weights_have_own_addresses_and_real_buffers(folder: Path, weights: MasterWeights) -> None:
     """accelerate identifies parameters by their addresses, and buffers are never sent."""
     config = run(folder, FSDP)
+    config.precision.master_weights = weights
     allocated, drawn = begin_loading(config, rank=1), begin_loading(config, rank=0)
     addresses = [parameter.data_ptr() for parameter in allocated.parameters()]
     assert 0 not in addresses and len(set(addresses)) == len(addresses)
-    assert [(name, weight.shape) for name, weight in allocated.named_parameters()] == [
-        (name, weight.shape) for name, weight in drawn.named_parameters()
+    assert [(name, weight.shape, weight.dtype) for name, weight in allocated.named_parameters()] == [
+        (name, weight.shape, weight.dtype) for name, weight in drawn.named_parameters()
     ]
     buffers, expected = dict(allocated.named_buffers()), dict(drawn.named_buffers())
     assert buffers.keys() == expected.keys() and buffers

@@ -214,7 +214,12 @@ def begin_loading(config: RunConfig, rank: int = 0) -> PreTrainedModel:
         return _without_weights(config, architecture)
     drawn = _without_weights(config, architecture, torch.float32)
     draw_weights(drawn, config.training.seed)
-    drawn.to(master_dtype(config))  # type: ignore[arg-type]
+    # `to` would also round the rotary frequencies, which the other ranks, and whoever loads the model, compute.
+    buffers = dict(_without_weights(config, architecture).named_buffers())
+    for parameter in drawn.parameters():
+        parameter.data = parameter.data.to(master_dtype(config))
+    for name, buffer in drawn.named_buffers():
+        buffer.data = buffer.data.to(buffers[name].dtype)
     return drawn
 
 
