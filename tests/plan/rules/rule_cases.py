@@ -94,6 +94,7 @@ WITH_EXPERTS = traced(
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
 LORA = {"peft.method": PeftMethod.lora}
+HEAD_TOO = {"peft.modules_to_save": ["lm_head"]}
 OF_IMAGES = LORA | {
     "model.facts.unreached": ["tower", "projector"],
     "model.facts.measured": traced(num_layers=2, parameters=1, adapters={"q": [1, 1]}, vision_adapters={"q": [1, 1]}),
@@ -245,6 +246,7 @@ CASES = [
     Case("adapter-module-unknown", "peft.alpha_pattern", {"peft.alpha_pattern": {"down_proj": 8.0}}, ONE_TARGET),
     Case("adapter-dropout-on-experts", "peft.dropout", {"peft.dropout": 0.05}, ON_EXPERTS),
     Case("adapter-dropout-on-experts", "peft.dropout", {"peft.target_parameters": EXPERTS}, LORA),
+    Case("trained-head-under-fsdp", "peft.modules_to_save", HEAD_TOO, LORA | fsdp(Strategy.fsdp)),
     Case("dora-not-tested", "peft.use_dora", {"peft.use_dora": True}, LORA | zero(Strategy.zero3)),
     Case("dora-not-tested", "peft.use_dora", {"peft.use_dora": True}, ON_EXPERTS),
     Case("adapter-on-parameters", "peft.target_parameters", {"peft.use_dora": True}, ON_PARAMETERS),

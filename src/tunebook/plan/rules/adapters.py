@@ -33,6 +33,21 @@ def adapter_on_output_head(config: RunConfig) -> Iterator[str]:
         yield f"an adapter on {heads[0]} would never be trained"
 
 
+@rule("trained-head-under-fsdp", "peft.modules_to_save", "parallelism=zero3, parallelism=ddp or peft=full")
+def trained_head_under_fsdp(config: RunConfig) -> Iterator[str]:
+    """Refuse an output head, and embeddings tied to one, in `modules_to_save` under FSDP.
+
+    TRL computes the loss from the head's own weight. FSDP sums its gradient over the ranks only if the last norm is in
+    the head's unit, and accelerate finds no norm behind an adapter: each rank would train a part of the head on its own
+    documents alone. Of tied embeddings FSDP does not accept the copy.
+    """
+    facts, peft = config.model.facts, config.peft
+    is_tied = facts is None or facts.tie_word_embeddings
+    names = [name for name in peft.modules_to_save if last_name(name) in HEADS + EMBEDDINGS * is_tied]
+    if peft.method is not PeftMethod.full and strategy_facts(config).is_fsdp and names:
+        yield f"{config.parallelism.strategy.name} cannot train {names[0]} in addition to adapters"
+
+
 @rule("adapter-module-unknown", fix="type one of these names, or peft.target_modules=[] for every linear layer")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     """Refuse names of layers that the model does not have, and ranks and alphas of layers without an adapter.
