@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Qwen3MoeConfig, TrainerControl, TrainerState, TrainingArguments
+from transformers import Adafactor, Qwen3MoeConfig, TrainerControl, TrainerState, TrainingArguments
 
 from tunebook.config.choices import PackingMode, ResumeAnyway, ScheduleName
 from tunebook.config.schema import TrainingConfig
@@ -22,7 +22,13 @@ from tunebook.plan.architecture import read_facts
 from tunebook.train.callbacks import EarlyStopping
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.records import Records
-from tunebook.train.restoring import RestoredState, apply_hyperparameters, hyperparameters, load_stored_weights
+from tunebook.train.restoring import (
+    RestoredState,
+    apply_hyperparameters,
+    hyperparameters,
+    keep_stored_formats,
+    load_stored_weights,
+)
 
 from .conftest import losses, outcome, same_weights, steps, weights
 
@@ -287,3 +293,17 @@ def test_experts_are_resumed_to_the_same_bits(run, experts, changed, tmp_path):
     assert code == 0, outcome(folder)["reason"]
     assert losses(resumed) == losses(lines)[2:]
     assert same_weights(whole / "model", folder / "model")
+
+
+def test_state_in_fp32_of_weights_in_bf16_is_loaded_in_fp32():
+    """A resumed run of Adafactor would differ from an undisturbed one."""
+    weight = torch.nn.Parameter(torch.randn(4, 3).bfloat16())
+    saved, loaded = (Adafactor([weight], lr=0.1, relative_step=False, scale_parameter=False) for _ in range(2))
+    weight.grad = torch.randn_like(weight)
+    saved.step()
+    keep_stored_formats(loaded)
+    loaded.load_state_dict(saved.state_dict())
+    row = saved.state[weight]["exp_avg_sq_row"]
+    assert row.dtype is torch.float32
+    assert torch.equal(loaded.state[weight]["exp_avg_sq_row"], row)
+    assert loaded.state[weight]["exp_avg_sq_row"].dtype is torch.float32

@@ -24,7 +24,13 @@ from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.errors import TunebookError
 from tunebook.train.callbacks import StopOnRequest
 from tunebook.train.records import RecordedLogs
-from tunebook.train.restoring import Hyperparameters, apply_hyperparameters, hyperparameters, load_stored_weights
+from tunebook.train.restoring import (
+    Hyperparameters,
+    apply_hyperparameters,
+    hyperparameters,
+    keep_stored_formats,
+    load_stored_weights,
+)
 
 
 class CompleteCheckpoints(RecordedLogs):
@@ -121,6 +127,8 @@ class CompleteCheckpoints(RecordedLogs):
         Universal checkpoints of DeepSpeed 0.19 restore one step tensor that all groups of ZeRO-3 share, so that every
         group's update increments it. It is on the CPU, where a fused update on a GPU does not accept it.
         """
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            keep_stored_formats(self.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return

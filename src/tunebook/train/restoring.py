@@ -55,6 +55,28 @@ def apply_hyperparameters(written: Hyperparameters, optimizer: Any, scheduler: A
     scheduler._last_lr = rates
 
 
+def keep_stored_formats(optimizer: Any) -> None:
+    """Have an optimizer load its state in the number formats in which it was saved.
+
+    torch converts it to those of the weights, and Adafactor's state of bf16 weights is in fp32.
+    """
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+        optimizer = optimizer.optimizer
+    stored: dict[str, Any] = {}
+
+    def restore(loaded: Any) -> None:
+        numbers = [number for group in stored["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in loaded.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in stored["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype != loaded.state[parameter][name].dtype:
+                    loaded.state[parameter][name] = value.to(parameter.device)
+        stored.clear()
+
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: stored.update(state))
+    optimizer.register_load_state_dict_post_hook(restore)
+
+
 def load_stored_weights(model: Any, folder: Path, load_result: Any) -> None:
     """Load a checkpoint's weights through transformers if their stored names do not match the model's.
 
