@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,3 +196,16 @@ def test_in_the_background_or_not_a_run_ends_with_the_same_bits_and_files(whole,
     records = [verified_record(folder) for folder in folders]
     assert records[0].files.keys() == records[1].files.keys()
     assert records[0].identity == records[1].identity
+
+
+def test_the_folder_of_a_checkpoint_is_there_before_its_weights(config, run, changed, monkeypatch):
+    """FSDP writes its shards after upstream has looked for the folder of the best step."""
+    found, save_model = [], RecipeTrainer.save_model
+
+    def saved(self, output_dir=None, **settings):
+        found.append(Path(output_dir).is_dir())
+        save_model(self, output_dir, **settings)
+
+    monkeypatch.setattr(RecipeTrainer, "save_model", saved)
+    _, code, _ = run(changed(config, training={"max_steps": 2, "save_every_steps": 1}))
+    assert (code, found[:2]) == (0, [True, True])

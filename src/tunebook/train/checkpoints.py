@@ -18,7 +18,7 @@ from accelerate.utils.modeling import is_peft_model
 
 from tunebook.checkpoint.choose import require_verified
 from tunebook.checkpoint.collectives import on_first_rank
-from tunebook.checkpoint.record import FileEntry, read_record, step_of
+from tunebook.checkpoint.record import FileEntry, checkpoint_path, read_record, step_of
 from tunebook.checkpoint.resharding import needs_universal, write_universal
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.errors import TunebookError
@@ -56,6 +56,8 @@ class CompleteCheckpoints(RecordedLogs):
         step = self.state.global_step
         try:
             self.saver.begin(step)
+            # Upstream looks for the best step's folder before FSDP has made it, on some ranks or on all.
+            checkpoint_path(self.saver.unfinished, step).mkdir(parents=True, exist_ok=True)
             self._is_saving = True
             super()._save_checkpoint(model, trial)
         except BaseException:
