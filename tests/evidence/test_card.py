@@ -39,6 +39,12 @@ def test_speeds_that_are_not_judged_are_shown_as_a_range(card: Path, make_run: M
     assert "| 5,486 to 11,933, not judged |" in card.read_text()
 
 
+def test_the_best_validation_loss_stands_beside_the_final_loss(card: Path, make_run: MakeRun, record: Record) -> None:
+    record(*(make_run(validation={30: 2.25, 60: 2.5}) for _ in range(2)))
+    assert "| final loss (best validation) |" in card.read_text()
+    assert f"| {curve()[-1]:.4f} (2.2500) |" in card.read_text()
+
+
 def test_each_file_is_one_line_and_updating_is_idempotent(
     card: Path, evidence: Path, make_run: MakeRun, record: Record
 ) -> None:

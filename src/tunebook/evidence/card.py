@@ -48,7 +48,7 @@ def with_section(card: Path, made: str) -> str:
 def section(recorded: Sequence[tuple[Path, Evidence]]) -> str:
     """A table with one row per file, the strongest kind of evidence first, its plot, and what to type, folded."""
     recorded = sorted(recorded, key=lambda entry: list(Kind).index(entry[1].kind))
-    columns = ["evidence", "what was run", "final loss (validation)", "tokens/s/GPU", "GiB (planned)", "score",
+    columns = ["evidence", "what was run", "final loss (best validation)", "tokens/s/GPU", "GiB (planned)", "score",
                "loss may differ by"]  # fmt: skip
     if has_target := any(evidence.target is not None for _, evidence in recorded):
         columns.append("target")
