@@ -55,7 +55,7 @@ def verify(
     ] = False,
     label: Annotated[str | None, typer.Option("--label", help="With --record: the end of the file's name.")] = None,
     against: Annotated[
-        Path | None, typer.Option("--against", exists=True, help="One evidence file to compare with.")
+        Path | None, typer.Option("--against", exists=True, dir_okay=False, help="One evidence file to compare with.")
     ] = None,
     target: Annotated[
         str | None,
