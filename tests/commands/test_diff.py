@@ -37,7 +37,9 @@ def test_equal_runs_differ_in_nothing(make_run: MakeRun, capsys: pytest.CaptureF
     printed = diff_json(capsys, *runs)
     assert (printed["config"], printed["manifest"]) == ([], [])
     assert {row["difference"] for row in printed["results"]} == {0.0}
-    assert "no difference in configuration and manifest" in run_diff(*runs)
+    printed_text = run_diff(*runs)
+    assert "no difference in configuration and manifest" in printed_text
+    assert "second run" in printed_text and "recorded" not in printed_text
 
 
 def test_each_section_names_what_differs(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,12 +118,12 @@ class Comparison:
         print_text(f"the run {verdict} {self.claim.name}", console)
         return self.exit_code
 
-    def table(self) -> Table:
-        """The rows for a terminal."""
+    def table(self, names: tuple[str, str] = ("recorded", "this run")) -> Table:
+        """The rows for a terminal, under names of the two sides."""
         title = Text(f"{self.claim.name}: {self.claim.description}")  # names and overrides may contain brackets
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "reason"):
-            is_number = heading in ("recorded", "this run", "difference", "tolerance")
+        for heading in ("", *names, "difference", "tolerance", "verdict", "reason"):
+            is_number = heading in (*names, "difference", "tolerance")
             table.add_column(heading, justify="right" if is_number else "left")
         for row in self.rows:
             style = "red" if row.verdict.is_difference else None
@@ -207,7 +207,7 @@ def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
     verdict = Verdict.same if found[worst] <= limits[worst] else Verdict.different
     if verdict is Verdict.different:
         steps = split_windows(shared)[worst]
-        reason += f"most in steps {steps[0]} to {steps[-1]}; "
+        reason += f"most in step{f's {steps[0]} to' if len(steps) > 1 else ''} {steps[-1]}; "
     last["tolerance"] = limits[worst]
     return Row(name="loss", **last, difference=found[worst], verdict=verdict, reason=reason + allowed.how)
 
