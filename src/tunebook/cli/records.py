@@ -90,7 +90,9 @@ def verify(
 @records_app.command()
 def reproduce(
     run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run), or an evidence file.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is different here.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what is different here; data is not read.")
+    ] = False,
     outputs: Outputs = Path("outputs"),
     recipes_dir: RecipesDir = None,
 ) -> None:
