@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 ENDS_WITH_THE_OTHERS_S = 5.0
+FSDP_ON_A_CPU = "TESTED_FSDP_ON_A_CPU"  # a variable of a request
 
 
 def fork(work: Callable[[], Any]) -> int:
@@ -89,6 +90,30 @@ def run_and_wait(command: list[str], environment: Mapping[str, str], *_: object,
     return ProcessEnd(exit_code=code, stopped_by=None)
 
 
+def allow_fsdp_on_a_cpu() -> None:
+    """torch's FSDP2 works over gloo; accelerate 1.15 would wrap DDP in its place, so a rule refuses it."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from tunebook.plan.rules.precision import needs_gpu
+
+    find, begin = needs_gpu.find, AcceleratorState.__init__
+
+    def others(config: Any) -> list[Any]:
+        return [finding for finding in find(config) if finding.key != "parallelism.strategy"]
+
+    def begin_with_fsdp(self: Any, *arguments: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        begin(self, *arguments, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    object.__setattr__(needs_gpu, "find", others)
+    AcceleratorState.__init__ = begin_with_fsdp
+
+
 def run_command(words: list[str]) -> None:
     """Run `tunebook` with some words, to its end."""
     from tunebook.cli.app import main as tunebook
@@ -115,6 +140,8 @@ def answer(request: dict[str, Any]) -> int | None:
         os.dup2(descriptor, place)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if FSDP_ON_A_CPU in os.environ:
+        allow_fsdp_on_a_cpu()
     if request["ranks"]:
         environments = as_torchrun_sets(os.environ, request["ranks"])
         return run_ranks(partial(run_program, request["words"]), environments)
