@@ -20,6 +20,7 @@ from memory_table import RESULTS, recorded_runs
 from tunebook.config.choices import PackingMode
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import longest_side, solve_batch
+from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import offloaded_states
 from tunebook.model.parameters import has_experts
 from tunebook.plan.speed import plan_time
@@ -33,10 +34,9 @@ def kind_of(config: RunConfig, assumption: str) -> str:
     kinds = {
         "states on the host or on NVMe": bool(offloaded_states(config)),
         "one document of 27,904 tokens or more": longest_side(config) >= _LONG_DOCUMENT,
-        "sdpa or eager attention over long rows, deterministic": "every pair of tokens" in assumption
-        or config.training.deterministic,
-        "padded rows": config.packing.mode is PackingMode.padded,
         "short passes and small models, which wait for the host": "too few tokens" in assumption,
+        "sdpa or eager attention, deterministic": attention_facts(config).has_mask or config.training.deterministic,
+        "padded rows": config.packing.mode is PackingMode.padded,
         "experts": has_experts(config.model.facts),
         "several GPUs, with work enough": world_size(config) > 1,
     }

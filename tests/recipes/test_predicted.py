@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CARDS = {card.parent.name: " ".join(card.read_text().split()) for card in sorted(ROOT.glob("recipes/*/README.md"))}
 MARK = "Estimated by `tunebook plan`, not measured: "
 H200 = ("hardware=hopper", "hardware.memory_gib=140.4")
-USUAL, FARTHEST = 1 / 3, 2.0  # as docs/limits.md says them
+USUAL, FARTHEST = 1 / 3, 1.8  # as docs/limits.md says them
 
 
 def planned(recipe: str | None, *words: str) -> TimePlan:
@@ -65,17 +65,17 @@ def test_133_hours_on_8_v100() -> None:
 def test_the_same_run_packed_on_v100_and_on_h200() -> None:
     volta = planned("qwen3b_zero2", "dataset.mean_tokens=424").hours
     hopper = planned("qwen3b_zero2", "dataset.mean_tokens=424", "hardware=hopper", "hardware.gpus_per_node=8").hours
-    assert (volta, hopper) == (pytest.approx(94, abs=0.5), pytest.approx(1.3, abs=0.05))
+    assert (volta, hopper) == (pytest.approx(94, abs=0.5), pytest.approx(1.36, abs=0.05))
     text = CARDS["qwen3b_zero2"]
-    assert "about 94 hours on the 8 V100" in text and "about 1.3 hours on 8 H100 or H200" in text
+    assert "about 94 hours on the 8 V100" in text and "about 1.4 hours on 8 H100 or H200" in text
 
 
 @pytest.mark.nightly
 def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
     time = planned("llama2_70b_fsdp")
     assert time.tokens == 500 * 32_768
-    assert time.hours == pytest.approx(0.98, abs=0.005)
-    assert "about 1 hour: 7.1 s for each of the 500 steps, where the source took 97 s" in CARDS["llama2_70b_fsdp"]
+    assert time.hours == pytest.approx(1.175, abs=0.005)
+    assert "about 1.2 hours: 8.5 s for each of the 500 steps, where the source took 97 s" in CARDS["llama2_70b_fsdp"]
 
 
 @pytest.mark.nightly
@@ -92,7 +92,7 @@ def test_planned_speeds_are_as_close_to_recorded_ones_as_the_page_says() -> None
     errors = [abs(ratio - 1) for ratio in ratios]
     assert len(ratios) > 20 and min(ratios) > 1 / FARTHEST and max(ratios) < FARTHEST
     assert statistics.median(errors) < 0.2
-    assert sum(error <= USUAL for error in errors) / len(errors) > 0.6
+    assert sum(error <= USUAL for error in errors) / len(errors) > 0.8
     text = " ".join((ROOT / "docs/limits.md").read_text().split())
     assert f"at most {FARTHEST:g} times too high or too low" in text
 

@@ -18,7 +18,7 @@ from tunebook.config.choices import Compute, Generation, ModelPart, PackingMode,
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan, longest_side
-from tunebook.facts.attention import attention_facts
+from tunebook.facts.attention import Isolation, attention_facts
 from tunebook.facts.compiling import CHEAP_BUDGET
 from tunebook.facts.methods import method_facts
 from tunebook.facts.peaks import Peak, peak_of
@@ -37,26 +37,31 @@ class Share:
     """The share of its peak that one GPU reached with compiled blocks and packed rows, nothing recomputed."""
 
     of_peak: float  # 0 to 1
-    full_work: float  # tokens x hidden size per GFLOP/s of the peak: a pass with less work reaches less
     source: str
 
 
 # By kind of model, method and number format.
 SHARES = {
-    ("dense", PeftMethod.full, "bf16"): Share(0.55, 18, "Qwen2.5-3B, h200_selective.jsonl"),
-    ("dense", PeftMethod.lora, "bf16"): Share(0.55, 27, "Llama 3 8B, h200_one_pass_head.jsonl"),
-    ("dense", PeftMethod.qlora, "bf16"): Share(0.54, 27, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
-    ("dense", PeftMethod.full, "fp8"): Share(0.36, 12, "Llama 3 8B, h200x4_beside_peers.jsonl"),
-    ("dense", PeftMethod.lora, "fp8"): Share(0.39, 16, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
-    ("dense", PeftMethod.full, "fp32"): Share(0.60, 16, "Qwen2.5-3B, h200x4_speed.jsonl"),
-    ("dense", PeftMethod.lora, "fp32"): Share(0.54, 16, "Gemma 3 4B, h200x2_models.jsonl"),
-    ("experts", PeftMethod.full, "bf16"): Share(0.40, 18, "Qwen3-30B-A3B, h100_models.jsonl"),
-    ("experts", PeftMethod.lora, "bf16"): Share(0.50, 27, "gpt-oss-20b, h100_models.jsonl"),
+    ("dense", PeftMethod.full, "bf16"): Share(0.55, "Qwen2.5-3B, h200_selective.jsonl"),
+    ("dense", PeftMethod.lora, "bf16"): Share(0.55, "Llama 3 8B, h200_one_pass_head.jsonl"),
+    ("dense", PeftMethod.qlora, "bf16"): Share(0.54, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
+    ("dense", PeftMethod.full, "fp8"): Share(0.36, "Llama 3 8B, h200x4_beside_peers.jsonl"),
+    ("dense", PeftMethod.lora, "fp8"): Share(0.39, "Llama 3.1 8B, h200_adapter_variants.jsonl"),
+    ("dense", PeftMethod.full, "fp32"): Share(0.60, "Qwen2.5-3B, h200x4_speed.jsonl"),
+    ("dense", PeftMethod.lora, "fp32"): Share(0.54, "Gemma 3 4B, h200x2_models.jsonl"),
+    ("experts", PeftMethod.full, "bf16"): Share(0.40, "Qwen3-30B-A3B, h100_models.jsonl"),
+    ("experts", PeftMethod.lora, "bf16"): Share(0.50, "gpt-oss-20b, h100_models.jsonl"),
 }
 # Attention reaches less than products do. Of rows with one document of 27,904 tokens and more, most of the time is
 # attention (h100x2_sequence.jsonl and h200x2_sequence.jsonl).
 ATTENTION_SHARE = 0.3
+MASKED_ATTENTION_SHARE = 0.2  # of sdpa and eager, which compute every pair of tokens in a row
 TOWER_SHARE = 0.3  # of towers for images: not measured
+# What a pass takes at least, forward and backward, since the host launches kernels one after the other: with compiled
+# blocks, of a whole model and of each layer. Fitted to the recorded runs, as the factors of `_host_seconds` are.
+PASS_SECONDS, LAYER_SECONDS = 0.015, 0.0025
+UPDATE_SECONDS = 20e-12  # of each trained parameter in a step: gradients are summed, the optimizer reads and writes
+_WORTH_SAYING = 0.05
 UNKNOWN_PADDING = 0.5  # of padded rows before the documents' lengths are known (h200_qwen05b_single.jsonl)
 
 
@@ -96,14 +101,21 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
     if share is None:
         unknown = f"no {kind} model was measured with peft={config.peft.method.name} in {number_format}"
         return TimePlan(tokens=tokens, assumption=f"not estimated: {unknown}")
-    factors = [*_factors(config, batch, facts, share, peak)]
+    factors = [*_factors(config, batch)]
     of_text = _seconds_per_token(config, batch, facts, share, peak) / math.prod(factor for factor, _ in factors)
+    busy = _busy(config, batch, facts, of_text)
+    if busy < 1 - _WORTH_SAYING:
+        factors.append((busy, "too few tokens in a pass to keep a GPU busy"))
+        of_text /= busy
+    of_updates = _update_seconds_per_token(config, batch, facts)
     of_images = _image_seconds_per_token(config, batch, peak)
-    speed = 1 / (of_text + of_images)
+    speed = 1 / (of_text + of_updates + of_images)
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     reached = f"{share.of_peak:.0%} of {peak.tflops:g} TFLOP/s ({share.source})"
     texts = [reached, *(f"x {factor:.2g}: {text}" for factor, text in factors), *_unmeasured(config, batch, peak)]
+    if of_updates * speed > _WORTH_SAYING:
+        texts.append(f"the updates of weights take {of_updates * speed:.0%} of the time")
     if of_images:
         texts.append(f"images take {of_images * speed:.0%} of the time, if their tower reaches {TOWER_SHARE:.0%}")
     return TimePlan(
@@ -140,7 +152,19 @@ def _seconds_per_token(config: RunConfig, batch: BatchPlan, facts: ModelFacts, s
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
     attention = attention_flops_per_token(facts, attended)
     products = flops_per_token(facts, attended, trained) - attention
-    return (products / share.of_peak + attention / min(share.of_peak, ATTENTION_SHARE)) / (peak.tflops * 1e12)
+    of_peak = min(share.of_peak, ATTENTION_SHARE)
+    # In fp32 products take so long that a mask does not show.
+    if attention_facts(config).isolation is Isolation.mask and config.precision.compute is not Compute.fp32:
+        attention = 2 * attention_flops_per_token(facts, batch.row_length or longest_side(config))
+        of_peak = MASKED_ATTENTION_SHARE
+    return (products / share.of_peak + attention / of_peak) / (peak.tflops * 1e12)
+
+
+def _update_seconds_per_token(config: RunConfig, batch: BatchPlan, facts: ModelFacts) -> float:
+    """Seconds that a step takes beside its passes, for each token of one GPU; 0 if the tokens are not known."""
+    tokens = batch.tokens_per_step or batch.global_tokens
+    trained = count_parameters(config, facts).trained
+    return trained * UPDATE_SECONDS * world_size(config) / tokens if tokens else 0.0
 
 
 def _image_seconds_per_token(config: RunConfig, batch: BatchPlan, peak: Peak) -> float:
@@ -155,23 +179,12 @@ def _image_seconds_per_token(config: RunConfig, batch: BatchPlan, peak: Peak) ->
     return flops / tokens / (TOWER_SHARE * peak.tflops * 1e12)
 
 
-def _factors(
-    config: RunConfig, batch: BatchPlan, facts: ModelFacts, share: Share, peak: Peak
-) -> Iterator[tuple[float, str]]:
+def _factors(config: RunConfig, batch: BatchPlan) -> Iterator[tuple[float, str]]:
     """What lowers the share, 0 to 1, each with its reason."""
-    is_fp32 = config.precision.compute is Compute.fp32  # its products take so long that these do not show
-    padding = batch.padding_share
-    if padding is None:  # rows are padded to the longest of their pass; a single row is not
-        is_padded = config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1
-        padding = UNKNOWN_PADDING if is_padded else 0.0
-    if padding:
+    if padding := _padding(config, batch):
         yield 1 - padding, "the rest of each row is padding"
-    work = _tokens_per_pass(batch, padding) * facts.hidden_size / (share.full_work * 1000 * peak.tflops)
-    if not is_fp32 and attention_facts(config).has_mask and work > 0.5:
-        yield 0.5, f"{config.attention.implementation.name} computes every pair of tokens in a row"
-    elif work < 1:
-        yield work, "too few tokens in a pass to keep a GPU busy"
-    if not is_fp32 and not config.model.compile_layers:
+    # In fp32 products take so long that this does not show.
+    if config.precision.compute is not Compute.fp32 and not config.model.compile_layers:
         yield 0.75, "blocks are not compiled (h200x2_architectures.jsonl)"
     if is_recomputed(config):
         yield 0.8, "layers are recomputed (h200_selective.jsonl)"
@@ -181,6 +194,33 @@ def _factors(
     if method_facts(config).has_reference and config.peft.method is not PeftMethod.full:
         yield 0.67, "the base computes each pair, too: one of three passes"
     yield from _factors_of_strategy(config)
+
+
+def _padding(config: RunConfig, batch: BatchPlan) -> float:
+    """The share of rows that is padding, 0 to 1."""
+    if batch.padding_share is not None:
+        return batch.padding_share
+    # Rows are padded to the longest of their pass; a single row is not.
+    return UNKNOWN_PADDING if config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1 else 0.0
+
+
+def _busy(config: RunConfig, batch: BatchPlan, facts: ModelFacts, seconds_per_token: float) -> float:
+    """The share of a pass, 0 to 1, in which a GPU computes; in the rest it waits for the host.
+
+    While long kernels are computed the host gets ahead, so the two times are not added: the cube root of their cubes'
+    sum fits recorded runs best.
+    """
+    computed = seconds_per_token * _tokens_per_pass(batch, _padding(config, batch))
+    return computed / math.cbrt(computed**3 + _host_seconds(config, facts) ** 3)
+
+
+def _host_seconds(config: RunConfig, facts: ModelFacts) -> float:
+    """Seconds that the host needs for a pass."""
+    strategy = strategy_facts(config)
+    seconds = PASS_SECONDS + LAYER_SECONDS * facts.num_layers
+    seconds *= 1 if config.model.compile_layers else 2.5
+    seconds *= 1 if config.peft.method is PeftMethod.full else 2
+    return seconds * (4 if strategy.is_zero3 else 1.3 if strategy.is_zero or strategy.is_fsdp else 1)
 
 
 def _recomputes_products(config: RunConfig) -> bool:
