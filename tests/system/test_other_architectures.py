@@ -132,7 +132,7 @@ def test_a_model_for_images_trains_from_its_facts_where_the_hub_is_out_of_reach(
 ) -> None:
     """As on a machine that only measures speed: nothing is at hand that says how it reads images."""
     facts = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "num_parameters": 18_000_000}  # fmt: skip
+             "num_key_value_heads": 2, "vocab_size": 2048, "num_parameters": 300_000}  # fmt: skip
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     ended = run_forked([
         *["tunebook", "train", "gemma3_4b_lora", f"outputs={tmp_path}", "model.weights=random", "dataset=synthetic"],
