@@ -1,4 +1,4 @@
-"""FSDP on two CPU ranks: losses, checkpoints and the best model are those of one rank. GPUs differ in kernels only."""
+"""FSDP on two CPU ranks: losses, checkpoints and the best model are those of one rank."""
 
 from __future__ import annotations
 

@@ -169,9 +169,10 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     ]  # fmt: skip
     caveat = named(differing[:1]) or ("on a CPU" if run.hardware.gpu is None else "")
     speeds = (expected.tokens_per_second_per_gpu, measured.tokens_per_second_per_gpu)
+    validation_limit = limits[LOSS].model_copy(update={"how": "the largest tolerance of the loss"})
     rows = [
         _loss_row(claim, run, limits[LOSS]),
-        _row("validation loss", expected.validation_loss, measured.validation_loss, limits[LOSS]),
+        _row("validation loss", expected.validation_loss, measured.validation_loss, validation_limit),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), caveat),
         _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), caveat),
     ]
@@ -207,7 +208,8 @@ def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
     verdict = Verdict.same if found[worst] <= limits[worst] else Verdict.different
     if verdict is Verdict.different:
         steps = split_windows(shared)[worst]
-        reason += f"most in step{f's {steps[0]} to' if len(steps) > 1 else ''} {steps[-1]}; "
+        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        reason += f"most in {where}; "
     last["tolerance"] = limits[worst]
     return Row(name="loss", **last, difference=found[worst], verdict=verdict, reason=reason + allowed.how)
 

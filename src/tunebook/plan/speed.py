@@ -1,10 +1,11 @@
 """Estimate a run's speed before it starts, from what recorded runs reached. It is right to about a third.
 
-    tokens/s of a GPU = share of its peak x factors x peak FLOP/s / FLOPs per token
+    seconds per token = FLOPs per token / (share of the peak x factors x peak FLOP/s)
 
-Shares and factors are medians of the runs recorded on H100s and H200s (the benchmarks' results and the recipes'
-evidence). Other generations are assumed to reach the same share of their own peak. Loading, validation, saving and
-evaluation are not included.
+A pass takes at least what the host needs to launch its kernels, and each step updates the weights. Shares, factors and
+these times come from the runs recorded on H100s and H200s (the benchmarks' results and the recipes' evidence). Other
+generations are assumed to reach the same share of their own peak. Loading, validation, saving and evaluation are not
+included.
 """
 
 from __future__ import annotations
