@@ -208,11 +208,14 @@ def visible(gpus: tuple[int, ...]) -> str:
 
 
 def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
-    """Losses, scores, speed, memory and the wrapper of the model, from the records of a run folder."""
+    """What was planned and measured, and the wrapper of the model, from the records of a run folder."""
     found: Line = {}
     if (file := folder / "plan.json").exists():
         plan = json.loads(file.read_text())
         found = {key: plan.get(key) for key in ("attention", "packing")} | {"resolved": _resolved(plan)}
+        if plan["memory_gib"] is not None:  # with the lengths of the run's documents
+            found["planned_gib"] = plan["memory_gib"]["allocated"]
+            found["planned_tokens_per_second"] = plan["time"]["tokens_per_second_per_gpu"]
     if (file := folder / "manifest.json").exists():
         manifest = json.loads(file.read_text())
         found |= {key: manifest.get(key) for key in ("parallelism_found", "leak_probe")}

@@ -11,8 +11,8 @@ A FILE has one configuration per line: `name`, `overrides` and, where needed, `r
 losses are compared with, else `single`; `unsaved`, to write no model; `images`, to write the model with a processor
 (`gpu_image_models.py`).
 
-Runs get ready together and are timed alone (`gpu_queue.py`). OUTPUT/results.jsonl holds for each what the plan says
-today (`planned_gib`, `planned_tokens_per_second`) and what was measured; `verdict` is `ok`, `refused` with the rules
+Runs get ready together and are timed alone (`gpu_queue.py`). OUTPUT/results.jsonl holds for each what its plan says
+(`planned_gib`, `planned_tokens_per_second`; before its data is known if it did not start) and what was measured; `verdict` is `ok`, `refused` with the rules
 that refuse it, or `failed` with the reason. `--profile NAME` and `--memory NAME` add a trace of one step
 (`gpu_turns/traces.py`).
 """

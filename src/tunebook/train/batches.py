@@ -47,6 +47,7 @@ class SampledBatches(Trainer):
             batch_sampler=batches,
             collate_fn=self.data_collator,
             num_workers=self.num_loader_workers,
+            prefetch_factor=1 if self.num_loader_workers else None,  # a batch of images may take GiB of /dev/shm
             pin_memory=torch.cuda.is_available(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,20 @@ from tunebook.data.images import open_image
 from tunebook.data.sampler import IMAGES
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.processor import ImageProcessor
+from tunebook.processes import own_cores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_WORKERS = 2  # processes of each rank that read images
+_MOST_WORKERS = 8  # of a rank; SmolVLM2's images take 0.25 s of a core each, and a GPU would wait for two
 Rows = list[dict[str, Any]]
 Collate = Callable[[Rows], dict[str, Any]]
+
+
+def image_workers() -> int:
+    """How many processes of a rank read images: no more than its share of this machine's cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MOST_WORKERS, len(own_cores()) // ranks - 1))
 
 
 def needs_image_in_each(config: RunConfig) -> bool:

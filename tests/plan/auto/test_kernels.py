@@ -64,7 +64,8 @@ COMPILED = {
        for name in ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_grad_op", "hsdp")},
     "activation_offload": {"activation.offload": True},
     "qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.ddp)},
-    "pairs": {"method": PAIRS, "peft.method": PeftMethod.lora, "parallelism": parallel(Strategy.single)},
+    "pairs": {"method": PAIRS, "parallelism": parallel(Strategy.single)},
+    "pairs_with_lora": {"method": PAIRS, "peft.method": PeftMethod.lora, "parallelism": parallel(Strategy.single)},
 }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ NOT_COMPILED = {
     "zero2_offload": {"parallelism": parallel(Strategy.zero2, offload_optimizer=Offload.cpu)},
     "dora": {"peft.method": PeftMethod.lora, "peft.use_dora": True},
     "shared_rows": {"parallelism": parallel(Strategy.ddp, sequence_group_size=2)},
-    "pairs": {"method": PAIRS, "parallelism": parallel(Strategy.single)},
+    "pairs_with_qlora": {"method": PAIRS, "peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.single)},
     "divided_pairs": {"method": PAIRS, "peft.method": PeftMethod.lora, "parallelism": parallel(Strategy.fsdp)},
     "divided_qlora": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.fsdp)},
     "qlora_cast_by_deepspeed": {"peft.method": PeftMethod.qlora, "parallelism": parallel(Strategy.zero2)},

@@ -47,15 +47,15 @@ def uncompiled_reason(config: RunConfig) -> str | None:
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
     is_wrapped = isinstance(settings, FsdpConfig) and bool(settings.wrap_classes)
     architecture = "" if facts is None else facts.architecture
-    is_lora_alone = config.peft.method is PeftMethod.lora and settings.strategy is ALONE
+    is_seen_with_pairs = config.peft.method is not PeftMethod.qlora and settings.strategy is ALONE
     reasons = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
         (compute not in (Compute.bf16, Compute.fp8), f"not tested in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
         (config.packing.mode is PackingMode.padded, "tested with packed rows only"),
         (
-            method_facts(config).has_reference and not is_lora_alone,
-            f"method={config.method.name} was tested with LoRA on one GPU only",
+            method_facts(config).has_reference and not is_seen_with_pairs,
+            f"method={config.method.name} was tested on one GPU only, and without peft=qlora",
         ),
         (kernel not in (UNDECIDED, COMPILED), f"not tested with {kernel.name}"),
         (settings.sequence_group_size > 1 and not is_fsdp, "rows shared by several GPUs were tested under FSDP only"),

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tunebook.errors import RequestError
 from tunebook.model.processor import load_image_processor
-from tunebook.train.image_batches import IMAGE_WORKERS, ImageCollator, needs_image_in_each
+from tunebook.train.image_batches import ImageCollator, image_workers, needs_image_in_each
 from tunebook.train.methods.trainer import MethodTrainer, Run
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.sequence import SequenceGroup
@@ -33,7 +33,7 @@ def build(run: Run, **arguments: Any) -> RecipeTrainer:
     if run.prepared.has_images:
         config, tokenizer = run.config, arguments["processing_class"]
         processor = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
-        trainer.num_loader_workers = IMAGE_WORKERS
+        trainer.num_loader_workers = image_workers()
         needs_image = needs_image_in_each(config)
         trainer.data_collator = ImageCollator(trainer.data_collator, processor, needs_image=needs_image)
     return trainer
