@@ -12,9 +12,9 @@ losses are compared with, else `single`; `unsaved`, to write no model; `images`,
 (`gpu_image_models.py`).
 
 Runs get ready together and are timed alone (`gpu_queue.py`). OUTPUT/results.jsonl holds for each what its plan says
-(`planned_gib`, `planned_tokens_per_second`; before its data is known if it did not start) and what was measured; `verdict` is `ok`, `refused` with the rules
-that refuse it, or `failed` with the reason. `--profile NAME` and `--memory NAME` add a trace of one step
-(`gpu_turns/traces.py`).
+(`planned_gib`, `planned_tokens_per_second`; before its data is known if it did not start) and what was measured;
+`verdict` is `ok`, `refused` with the rules that refuse it, or `failed` with the reason. `--profile NAME` and
+`--memory NAME` add a trace of one step (`gpu_turns/traces.py`).
 """
 
 from __future__ import annotations
