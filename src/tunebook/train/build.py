@@ -23,6 +23,7 @@ from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
 from tunebook.facts.methods import method_facts
+from tunebook.facts.strategies import strategy_facts
 from tunebook.model.adapted_products import share_inputs
 from tunebook.model.adapters import (
     adapter_config,
@@ -97,6 +98,7 @@ def build_trainer(
         row_multiple=row_multiple(config),
         saver=_saver(config, folder, prepared),
     )
+    trainer.keeps_gathered = strategy_facts(config).keeps_gathered
     # Also where the data is text alone. A tokenizer that only names the ids has no folder.
     if is_image_class(type(model).__name__) and tokenizer.name_or_path:
         trainer.processor_files = processor_files(tokenizer_folder(config.model))

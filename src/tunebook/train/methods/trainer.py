@@ -42,6 +42,7 @@ class MethodTrainer(SampledBatches, CompleteCheckpoints):
     """
 
     sequence: SequenceGroup | None = None
+    keeps_gathered = False  # of the strategy
     callbacks_after_checks: Sequence[TrainerCallback] = ()  # of the method; the checks are those of the wrapped model
     aux_loss_enabled: bool  # of TRL's trainer: a mixture of experts adds its routers' loss
 
@@ -61,6 +62,12 @@ class MethodTrainer(SampledBatches, CompleteCheckpoints):
             # Of a vocabulary that has grown, PEFT would write both matrices with each adapter.
             trained.save_pretrained = partial(trained.save_pretrained, save_embedding_layers=False)
         correct_offloading(self)
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As upstream. What `fsdp_grad_op` keeps for the backward pass stays gathered for all passes of a step."""
+        if self.keeps_gathered:
+            model.set_reshard_after_backward(self.accelerator.sync_gradients)
+        return super().training_step(model, *args, **kwargs)
 
     @property
     def row_collator(self) -> Any:
