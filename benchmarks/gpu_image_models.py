@@ -1,13 +1,17 @@
 """Models for images and text as GPU benchmarks train them: the book's sizes, and processors set as published.
 
-The tokenizer is made on the spot: a token is a byte or one of the family's special tokens. So a document has more
-tokens of text than with the published one, and the same number for an image.
+    PYTHONPATH=src python benchmarks/gpu_image_models.py inputs/models qwen25_vl_3b gemma3_4b
+
+writes folders that `model.path=... model.weights=random` trains without a hub. The tokenizer is made on the spot: a
+token is a byte or one of the family's special tokens. So a document has more tokens of text than with the published
+one, and the same number for an image.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -136,3 +140,8 @@ def _write_weights(config: Any, place: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         drawn = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     drawn.to("cpu").save_pretrained(place)
+
+
+if __name__ == "__main__":
+    for model in sys.argv[2:]:
+        print(write_image_model(model, Path(sys.argv[1])))
