@@ -9,6 +9,7 @@ one, and the same number for an image.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -142,6 +143,16 @@ def _write_weights(config: Any, place: Path) -> None:
     drawn.to("cpu").save_pretrained(place)
 
 
+def main(words: list[str] | None = None) -> int:
+    """Write the models that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a model of the book")
+    asked = parser.parse_args(words)
+    for name in asked.models:
+        print(write_image_model(name, asked.folder))
+    return 0
+
+
 if __name__ == "__main__":
-    for model in sys.argv[2:]:
-        print(write_image_model(model, Path(sys.argv[1])))
+    sys.exit(main())
