@@ -271,7 +271,14 @@ def test_blocks_with_experts_are_one_graph_and_compute_the_same(form, has_router
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_model_that_names_no_blocks_is_refused():
+def test_a_tower_for_images_is_not_compiled():
+    made = transformers.Gemma3ForConditionalGeneration
+    model = made(small_config(made.__name__, **SMALL | {"num_hidden_layers": 1}))
+    assert len(transformer_blocks(model)) > compile_layers(model) == 1
+
+
+def test_a_model_that_names_no_blocks_is_refused(model):
+    model._no_split_modules = None
     with pytest.raises(RequestError) as caught:
-        compile_layers(torch.nn.Linear(2, 2))
+        compile_layers(model)
     assert caught.value.problem_id == "no-layers-to-compile"

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ from tunebook.errors import RequestError
 from tunebook.model.blocks import compile_layers
 from tunebook.model.fp8 import FrozenFp8Linear, convert_frozen_to_fp8, count_fp8_layers, in_fp8
 
-from .conftest import SMALL
+from .conftest import SMALL, small_config
 
 ROUNDING = 2**-4  # of one e4m3 number
 TOKENS = torch.arange(3, 35)[None]
@@ -78,9 +79,10 @@ def test_every_frozen_layer_is_converted_and_takes_the_bytes_it_had(adapted):
     assert not [name for layer in layers for name, _ in layer.named_buffers()]
 
 
-def test_layers_that_text_does_not_reach_stay_as_they_are(adapted):
-    base, _ = adapted()
-    assert all(".layers.0." in name for name in convert_frozen_to_fp8(base, ["model.layers.1"]))
+def test_a_tower_for_images_stays_as_it_is():
+    made = transformers.Gemma3ForConditionalGeneration
+    model = made(small_config(made.__name__, **SMALL)).requires_grad_(False)
+    assert all(name.startswith("model.language_model.layers.") for name in convert_frozen_to_fp8(model))
 
 
 def test_layers_of_sizes_that_fp8_does_not_support_stay(adapted):

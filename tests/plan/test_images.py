@@ -106,8 +106,10 @@ def test_memory_and_time_count_the_images(draft: Any) -> None:
     assert slow.tokens_per_second == pytest.approx(1 / (1 / fast.tokens_per_second + seconds))
 
 
-def test_compiled_blocks_are_planned_with_a_frozen_tower(draft: Any) -> None:
-    compiled, eager = draft([[(84, 56)]], "model.compile_layers=true"), draft([[(84, 56)]])
+@pytest.mark.parametrize("parts", ["language", "language,vision,projector"])
+def test_blocks_of_text_are_compiled_beside_a_tower(parts: str, draft: Any) -> None:
+    words = ([[(84, 56)]], f"model.train=[{parts}]")
+    compiled, eager = draft(*words, "model.compile_layers=true"), draft(*words)
     compiled.raise_errors()
     assert 0 < compiled.memory.parts["activations"] < eager.memory.parts["activations"]
 

@@ -30,12 +30,14 @@ from tunebook.facts.compiling import set_up_compiler
 
 
 def compile_layers(model: nn.Module, *, memory_budget: float | None = None, backend: Any = "inductor") -> int:
-    """Compile the forward pass of every transformer block at its first run; returns the number of blocks.
+    """Compile the forward pass of every block of text at its first run; returns the number of blocks.
+
+    A tower for images computes on the host what decides its shapes, and would be cut into many graphs.
 
     `memory_budget`: see `set_up_compiler`. `backend` as torch.compile's.
     Raises: RequestError if transformers does not declare the blocks' classes.
     """
-    blocks: list[Any] = list(transformer_blocks(model).values())
+    blocks: list[Any] = list(text_blocks(model).values())
     if not blocks:
         raise RequestError(
             f"model.compile_layers=true: transformers does not say which parts of {type(model).__name__} are its "

@@ -8,7 +8,7 @@ Inputs and gradients get a scale per token, so documents in a row do not affect 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from tunebook.config.choices import Fp8Scaling
-from tunebook.config.model_facts import is_in_modules
 from tunebook.errors import RequestError
-from tunebook.model.blocks import transformer_blocks
+from tunebook.model.blocks import text_blocks
 
 ALIGNMENT = 16  # sizes of fp8 products are multiples of this: of features, and of tokens in the weights' gradients
 FP8 = torch.float8_e4m3fn
@@ -41,7 +40,7 @@ def layers_for_fp8(model: nn.Module, scaling: Fp8Scaling) -> list[str]:
     """The names of the linear layers that multiply in fp8 once converted."""
     return [
         f"{block}.{name}"
-        for block, module in transformer_blocks(model).items()
+        for block, module in text_blocks(model).items()
         for name, layer in module.named_modules()
         if isinstance(layer, nn.Linear)
         and not layer.in_features % ALIGNMENT
@@ -71,20 +70,19 @@ def convert_to_fp8(model: nn.Module, scaling: Fp8Scaling, *, emulate: bool = Fal
     return names
 
 
-def convert_frozen_to_fp8(model: nn.Module, unreached: Collection[str] = ()) -> list[str]:
+def convert_frozen_to_fp8(model: nn.Module) -> list[str]:
     """Make the frozen linear layers of the blocks multiply in fp8, in place and one at a time; their names.
 
     Not those whose sizes fp8 products do not support, such as the gate of a shared expert, nor the last layer of a
-    Mamba block, whose weight transformers hands to a kernel. `unreached`: modules that text does not reach.
+    Mamba block, whose weight transformers hands to a kernel.
     Raises: RequestError if no layer is left.
     """
     names = [
         f"{block}.{name}"
-        for block, module in transformer_blocks(model).items()
+        for block, module in text_blocks(model).items()
         for name, layer in module.named_modules()
         if type(layer) is nn.Linear
         and not layer.weight.requires_grad
-        and not is_in_modules(unreached, block)
         and not layer.in_features % ALIGNMENT
         and not layer.out_features % ALIGNMENT
         and not _is_read_by_a_kernel(module, name)

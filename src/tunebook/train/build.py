@@ -17,7 +17,6 @@ from tunebook.checkpoint.identity import identity_of
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod
-from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, row_length
 from tunebook.data.prepared import Prepared, PreparedPart
@@ -34,7 +33,7 @@ from tunebook.model.adapters import (
     see_without_gradients,
     trains_in_fp32,
 )
-from tunebook.model.blocks import compile_layers, text_blocks, transformer_blocks
+from tunebook.model.blocks import compile_layers, text_blocks
 from tunebook.model.four_bit import replace_four_bit
 from tunebook.model.fp8 import convert_frozen_to_fp8, convert_to_fp8
 from tunebook.model.linear_attention import isolate_documents
@@ -150,7 +149,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTra
     if config.model.compile_layers:
         if config.peft.method is not PeftMethod.full:
             share_inputs(model)
-            replace_four_bit(transformer_blocks(model).values())
+            replace_four_bit(text_blocks(model).values())
         compile_layers(model, memory_budget=config.activation.memory_budget)
     if config.activation.offload:
         offload_activations(text_blocks(model).values(), Copies(trainer.args.device))
@@ -164,7 +163,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: MethodTra
 def _convert_to_fp8(config: RunConfig, model: PreTrainedModel) -> list[str]:
     if config.peft.method is PeftMethod.full:
         return convert_to_fp8(model, config.precision.fp8_scaling)
-    return convert_frozen_to_fp8(model, unreached_of(config.model.facts))
+    return convert_frozen_to_fp8(model)
 
 
 def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSaver:

@@ -214,7 +214,6 @@ CASES = [
     Case("compiled-layers-not-possible", "model.compile_layers", zero(Strategy.zero3), LORA | COMPILED),
     Case("compiled-layers-not-possible", "model.compile_layers", {"peft.use_dora": True}, LORA | COMPILED),
     Case("compiled-layers-not-possible", "model.compile_layers", fsdp(Strategy.fsdp), QLORA | COMPILED),
-    Case("compiled-layers-not-possible", "model.compile_layers", WITH_VISION, OF_IMAGES | COMPILED),
     Case("one-pass-head-in-fp16", "model.one_pass_head", {"model.one_pass_head": True}, IN_FP16),
     Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5}),
     Case("memory-budget-not-possible", BUDGET, {BUDGET: 0.5, CHECKPOINTING: Checkpointing.enabled}, COMPILED),

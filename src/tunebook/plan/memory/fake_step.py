@@ -29,7 +29,6 @@ from torch.autograd.graph import _engine_run_backward  # Tensor.backward would l
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.initialization import no_init_weights
 
-from tunebook.config.model_facts import unreached_of
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
@@ -135,7 +134,7 @@ class FakeStep:
             causal.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         self._hook()
         if mode.fp8 and lora is not None:
-            convert_frozen_to_fp8(causal, unreached_of(config.model.facts))
+            convert_frozen_to_fp8(causal)
         elif mode.fp8:
             scaling = config.precision.fp8_scaling
             for name in layers_for_fp8(causal, scaling):

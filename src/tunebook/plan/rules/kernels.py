@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Checkpointing, Compute, ModelPart, PackingMode, PeftMethod
+from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
 from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.facts.architectures import has_attention
@@ -98,8 +98,7 @@ def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
     flash-attn reads the number of the calling block, so torch compiles each block again and stops after eight.
     sdpa_by_document reads on the host how long the documents of a row are. Adapters in compiled blocks read weights
     that ZeRO-3 gathers in calls of their layers only. The scales of a base in 4 bits cannot be divided by FSDP, and
-    DeepSpeed would cast them. The memory of compiled blocks with DoRA, or in a trained tower for images, cannot be
-    planned.
+    DeepSpeed would cast them. The memory of compiled blocks with DoRA cannot be planned.
     """
     if config.model.compile_layers and config.model.liger_kernel:
         yield "blocks that call Liger's kernels cannot be compiled"
@@ -112,8 +111,6 @@ def compiled_layers_not_possible(config: RunConfig) -> Iterator[str]:
         yield "blocks with a base in 4 bits are compiled on one GPU and with DDP only"
     if config.model.compile_layers and has_dora(config):
         yield "compiled blocks with DoRA cannot be planned, and had other losses"
-    if config.model.compile_layers and ModelPart.vision in config.model.train:
-        yield "compiled blocks of a tower for images that is trained cannot be planned"
 
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head", "model.one_pass_head=false")
