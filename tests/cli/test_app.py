@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tunebook import __version__
 from tunebook.cli import app as cli
 from tunebook.cli.app import task_names
 from tunebook.errors import DataError, RequestError
@@ -53,6 +54,10 @@ def test_an_error_of_ours_has_its_code_and_a_rule_its_explanation(ended_with):
 
 def test_ctrl_c_is_a_request_to_stop(ended_with):
     assert ended_with(KeyboardInterrupt()) == (6, "interrupted\n")
+
+
+def test_the_version_is_printed(run):
+    assert run("--version")[:2] == (0, f"tunebook {__version__}\n")
 
 
 @pytest.mark.parametrize("words", [("--compare", "parallelism=ddp,fsdp", "--json"), ("--yaml", "--measure")])

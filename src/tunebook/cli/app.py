@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tunebook import __version__
 from tunebook.cli.options import (
     Outputs,
     RecipesDir,
@@ -39,7 +40,6 @@ from tunebook.train.other_launchers import refuse_inside_launcher
 
 app = typer.Typer(
     name="tunebook",
-    help="A reproducible book of recipes for distributed fine-tuning of language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -84,6 +84,21 @@ def task_names(typed: dict[str, str]) -> list[str] | None:
     if "tasks" not in typed:
         return None
     return [name.strip() for name in typed["tasks"].strip("[]").split(",") if name.strip()]
+
+
+def _print_version(is_typed: bool) -> None:
+    if is_typed:
+        print(f"tunebook {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A reproducible book of recipes for distributed fine-tuning of language models."""
 
 
 @app.command()
