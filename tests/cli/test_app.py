@@ -74,6 +74,8 @@ def test_one_thing_is_printed_of_a_plan(run, words):
         (("train", "--rl", "dpo"), "type method=dpo"),
         (("train", "--max_stps", "3"), "typed without dashes, such as training.seed=1"),
         (("tain", "quickstart"), "'train'"),
+        (("serve", "quickstart"), "`tunebook export`"),
+        (("merge-lora", "quickstart"), "`tunebook export RUN --merge`"),
     ],
 )
 def test_a_wrong_option_or_command_says_what_to_type(run, words, said):

@@ -46,6 +46,7 @@ app = typer.Typer(
 )
 
 _SETTING = re.compile(r"(run|model)=|[\w.]+=\S*$")  # among the words of a chat, where others are a question
+_NO_COMMAND = re.compile(r"No such command '([^']+)'")  # of Typer, which suggests `sweep` for `serve`
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
 
 
@@ -409,12 +410,15 @@ def _usage_error(error: Any) -> RequestError:
     from tunebook.config.schema import GROUPS
 
     message = error.format_message().rstrip(".")
+    unknown = _NO_COMMAND.match(message)
     if hasattr(error, "possibilities"):  # an unknown option
         setting = error.option_name.lstrip("-").replace("-", "_")
         instead = f"it is typed without dashes: {setting}=VALUE" if setting in GROUPS else instead_of(setting)
         hint = did_you_mean(error.option_name, error.possibilities or []) if not instead else ""
         instead = instead or "a setting is typed without dashes, such as training.seed=1"
         message = f"there is no option '{error.option_name}'{f'.{hint}' if hint else f'; {instead}'}"
+    elif unknown and (instead := instead_of(unknown[1].replace("-", "_"), missing=unknown[0])):
+        message = instead
     elif error.ctx is not None and "Did you mean" not in message:
         message += f". Help: {error.ctx.command_path} --help"
     return RequestError(message[:1].lower() + message[1:], problem_id="usage")
