@@ -216,6 +216,7 @@ class TestRecipesOfOnesOwn:
         ("parent", "problem_id", "said"),
         [
             ("qwen3b_zero", "unknown-recipe", "Did you mean 'qwen3b_zero2'"),
+            ("tatsu-lab/alpaca", "unknown-recipe", "dataset=hub dataset.name=tatsu-lab/alpaca"),
             ("mine", "recipe-circle", "recipe 'mine' builds on itself: mine -> mine"),
         ],
     )

@@ -135,7 +135,8 @@ def recipe_file(name: str, named: list[Path]) -> Path:
         raise RequestError(f"there is no recipe {file}; `tunebook list` shows the recipes", problem_id="unknown-recipe")
     recipes = find_recipes(named)
     if name not in recipes:
-        hint = did_you_mean(name, recipes) or (f" For a model type model={name}." if "/" in name else "")
+        hub = f" For a model type model={name}, for data of the hub dataset=hub dataset.name={name}."
+        hint = did_you_mean(name, recipes) or (hub if "/" in name else "")
         raise RequestError(
             f"'{name}' is no recipe and no file or folder of data.{hint} `tunebook list` shows the recipes",
             problem_id="unknown-recipe",
