@@ -120,6 +120,8 @@ def test_a_model_without_a_run_has_a_folder_of_its_own(
     assert worker.value("--model") == worker.config.model.path == str(model)
     expected = ("Be short.", "tiny") if is_exported else (None, None)
     assert (worker.config.dataset.system_prompt, worker.config.recipe) == expected
+    with pytest.raises(RequestError, match=f"^{model} names no tasks"):
+        evaluate(run=str(model))
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     settings = _settings(request, config)
     if not settings.tasks:
         raise RequestError(
-            f"{request.model or folder} names no tasks of its own to evaluate; try suite=leaderboard, or "
-            "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
+            f"{request.model or target.run or target.name} names no tasks of its own to evaluate; try "
+            "suite=leaderboard, or tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
     check_code(settings.tasks)
