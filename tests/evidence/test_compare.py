@@ -146,6 +146,16 @@ def test_another_validation_loss_is_a_difference(make_run: MakeRun, record: Reco
     assert (row.expected, row.measured, row.verdict, found.exit_code) == (2.45, 2.5, Verdict.different, 5)
 
 
+def test_a_number_that_only_the_second_run_has_is_shown(make_run: MakeRun) -> None:
+    first = make_run()
+    (first / "evaluation" / "after.json").unlink()
+    found = between(first, make_run(validation={60: 2.45}))
+    rows = {row.name: (row.expected, row.measured, row.verdict) for row in found.rows}
+    assert rows["validation loss"] == (None, 2.45, Verdict.shown)
+    assert rows[SCORE] == (None, 0.9, Verdict.shown)
+    assert found.exit_code == 0
+
+
 def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> None:
     record(*(make_run(validation={30: 3.0, 60: 2.45}) for _ in range(2)), target="validation_loss<=2.5@60")
     found = verified(make_run(validation={30: 2.6, 60: 2.45}))

@@ -176,10 +176,10 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), caveat),
         _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), caveat),
     ]
-    for task, score in expected.scores.items():
-        other = measured.scores[task].value if task in measured.scores else None
-        rows.append(_row(task, score.value, other, limits.get(score_key(task))))
-    rows = [row for row in rows if row.expected is not None]
+    for task in expected.scores | measured.scores:
+        first, other = (side.scores[task].value if task in side.scores else None for side in (expected, measured))
+        rows.append(_row(task, first, other, limits.get(score_key(task))))
+    rows = [row for row in rows if row.expected is not None or row.measured is not None]
     if contents := content_differences(recorded.inputs, run.inputs):
         rows.insert(0, Row(name="inputs", verdict=Verdict.different, reason=named(contents)))
     if claim.target is not None:
@@ -218,7 +218,9 @@ def _row(
     name: str, expected: float | None, measured: float | None, tolerance: Tolerance | None, caveat: str = ""
 ) -> Row:
     """Judge a number, unless there is a reason not to, or the recorded runs support no tolerance."""
-    if expected is None or measured is None:
+    if expected is None:
+        return Row(name=name, measured=measured, verdict=Verdict.shown, reason="only this run has it")
+    if measured is None:
         verdict = Verdict.shown if caveat else Verdict.different
         return Row(name=name, expected=expected, verdict=verdict, reason="the run has none")
     is_relative = tolerance is None or tolerance.kind == "relative"
