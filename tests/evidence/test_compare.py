@@ -168,6 +168,8 @@ def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> Non
     missed = verified(make_run(validation={60: 2.51}))
     assert (missed.rows[-1].verdict, missed.rows[-1].measured, missed.exit_code) == (Verdict.missed, 2.51, 5)
     assert verified(make_run()).rows[-1].verdict is Verdict.missed  # without a validation
+    late = verified(make_run(validation={61: 2.4}))
+    assert late.rows[-1].reason.startswith("the run does not measure it in these steps")
 
 
 # --- the inputs of two runs

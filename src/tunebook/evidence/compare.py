@@ -239,7 +239,7 @@ def _target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) ->
     if progress.steps is not None:
         verdict, reason = Verdict.reached, reached_text([progress.steps], [progress.seconds])
     elif progress.best is None:
-        reason = "the run does not measure it"
+        reason = "the run does not measure it in these steps" if target.max_steps else "the run does not measure it"
     if any(repeat.steps_to_target is not None for repeat in repeats):
         reason += f"; recorded: {recorded_text(repeats)}"
     name = f"target: {describe_target(target)}"
