@@ -86,6 +86,7 @@ def test_a_setting_is_answered_with_what_to_type(word: str, instead: str) -> Non
             "max_grad_norm=0",
             "warmup_steps=none",
             "loss_type=[sigmoid,sft]",
+            "datasets=[{path:chats.jsonl}]",
         ),
         "lora_target_modules=null",
     ],

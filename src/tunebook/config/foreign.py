@@ -64,6 +64,8 @@ def _with_value(override: str, value: str | None) -> str:
 
 def _is_taken(key: str, value: str) -> bool:
     setting = all_keys().get(key)
+    if value.startswith("[{"):  # axolotl's list of data sets, each with settings
+        return False
     if value == "null" and setting is not None:
         return "None" in str(setting.type)
     if setting is not None and isinstance(setting.default, Enum):
