@@ -37,6 +37,10 @@ def test_a_value_is_explained_by_its_setting():
     assert explain("training.max_steps=3") == explain("training.max_steps")
 
 
+def test_a_choice_is_explained_with_its_group():
+    assert explain("lora") == "  peft=lora: Low-rank adapters on a frozen base"
+
+
 def test_a_name_of_another_tool_is_answered():
     assert explain("lora_r") == "lora_r is peft.rank: type peft=lora peft.rank=16"
     assert explain("pref_loss=ipo").endswith(": type method=dpo method.loss_type=ipo")

@@ -189,7 +189,7 @@ def explain(
         str,
         typer.Argument(
             metavar="NAME",
-            help="A setting, a group of settings or a rule (`all` lists groups and rules), or another tool's name.",
+            help="A setting, a group, a choice or a rule (`all` lists groups and rules), or another tool's name.",
         ),
     ],
 ) -> None:

@@ -1,4 +1,4 @@
-"""What `tunebook explain NAME` prints: a rule's docstring, a setting or a group of settings, a key of another tool."""
+"""What `tunebook explain NAME` prints: a rule's docstring, a setting, a group, a choice, a key of another tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH = 80
 
 
 def explain(name: str) -> str:
-    """What a rule, a setting or a group means, or what a key of another tool is here; for `all`, all groups and rules.
+    """The meaning of a rule, a setting, a group or a choice, or of a key of another tool; for `all`, groups and rules.
 
     Raises: RequestError for an unknown name, with the nearest one.
     """
@@ -33,9 +33,12 @@ def explain(name: str) -> str:
         return instead
     if "=" in name:
         return explain(name.partition("=")[0])
+    groups_with = [section for section in sections().values() if name in section.choices]
+    if groups_with:
+        return "\n".join(_entry(f"{group.name}={name}: {group.choices[name]}") for group in groups_with)
     known = [*rules, *sections(), *(setting.key for setting in settings), *names()]
     hint = did_you_mean(name, known, "All groups and rules: tunebook explain all")
-    raise RequestError(f"there is no setting, group or rule '{name}'.{hint}", problem_id="unknown-id")
+    raise RequestError(f"there is no setting, group, choice or rule '{name}'.{hint}", problem_id="unknown-id")
 
 
 def _section(section: Section) -> str:
