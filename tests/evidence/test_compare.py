@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tunebook.evidence.compare import (
     Comparison,
@@ -55,6 +57,14 @@ def test_an_equal_run_agrees_and_a_cpus_speed_and_memory_are_only_shown(evidence
     }  # fmt: skip
     assert rows[SPEED].reason == "on a CPU"
     assert rows[LOSS].reason.startswith("equal to the last bit")
+
+
+def test_a_terminal_of_80_columns_cuts_no_name_and_no_reason(evidence: Path, make_run: MakeRun) -> None:
+    console = Console(file=StringIO(), width=80, record=True)
+    assert verified(make_run()).print(console) == 0
+    lines = console.export_text().splitlines()
+    assert any(line.startswith(f"{SPEED} ") and line.rstrip().endswith("not judged") for line in lines)
+    assert f"{SPEED}: on a CPU" in [line.rstrip() for line in lines]
 
 
 @pytest.mark.parametrize(("scale", "verdict"), [(1 + 5e-5, Verdict.same), (1 + 5e-4, Verdict.different)])

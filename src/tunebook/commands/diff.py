@@ -56,7 +56,7 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
         console.print("no difference in configuration and manifest")
     if results is not None:
         console.print()
-        console.print(results.table(("first run", "second run")))
+        results.print_rows(console, ("first run", "second run"))
     return 0
 
 

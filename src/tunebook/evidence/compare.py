@@ -113,23 +113,25 @@ class Comparison:
 
     def print(self, console: Console) -> int:
         """Print the table and the verdict; returns the exit code."""
-        console.print(self.table())
+        self.print_rows(console)
         verdict = "agrees with" if self.exit_code == 0 else "DIFFERS from"
         print_text(f"the run {verdict} {self.claim.name}", console)
         return self.exit_code
 
-    def table(self, names: tuple[str, str] = ("recorded", "this run")) -> Table:
-        """The rows for a terminal, under names of the two sides."""
-        title = Text(f"{self.claim.name}: {self.claim.description}")  # names and overrides may contain brackets
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for heading in ("", *names, "difference", "tolerance", "verdict", "reason"):
+    def print_rows(self, console: Console, names: tuple[str, str] = ("recorded", "this run")) -> None:
+        """Print the numbers under names of the two sides, and below them the reasons, which no narrow column holds."""
+        console.print(Text(f"{self.claim.name}: {self.claim.description}"))  # overrides may contain brackets
+        table = Table(box=None, pad_edge=False)
+        for heading in ("", *names, "difference", "tolerance", "verdict"):
             is_number = heading in (*names, "difference", "tolerance")
-            table.add_column(heading, justify="right" if is_number else "left")
+            table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
         for row in self.rows:
             style = "red" if row.verdict.is_difference else None
             numbers = (_number(row.expected), _number(row.measured), _small(row.difference), _small(row.tolerance))
-            table.add_row(Text(row.name), *numbers, row.verdict.value, Text(row.reason), style=style)
-        return table
+            table.add_row(Text(row.name), *numbers, row.verdict.value, style=style)
+        console.print(table)
+        for row in self.rows:
+            console.print(Text(f"{row.name}: {row.reason}", style="red" if row.verdict.is_difference else ""))
 
 
 def claim_of_evidence(file: Path, evidence: Evidence) -> Claim:
