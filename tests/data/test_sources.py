@@ -91,6 +91,7 @@ def test_a_path_without_documents_is_refused(tmp_path: Path, monkeypatch: pytest
         ("data/trian.jsonl", "data-file-not-found", "'train.jsonl'"),
         ("empty", "data-file-not-found", "dataset=hub"),
         ("book:inputs/none/train.jsonl", "data-file-not-found", "card"),
+        ("https://a.org/train.jsonl", "data-file-not-found", "download"),
         ("data/*", "data-file-kind", f"{tmp_path}/data/notes.txt"),
     ):
         with pytest.raises(DataError, match=f"dataset.path: .*{named}") as caught:

@@ -115,6 +115,9 @@ def _not_found_error(pattern: Path, text: str, key: str) -> DataError:
             f"dataset=hub dataset.name={pattern}"
         )
         return DataError(message, problem_id="data-file-not-found")
+    if "://" in text:
+        message = f"{key}: {text} is a URL, and data is read from files: download it, and type its path"
+        return DataError(message, problem_id="data-file-not-found")
     if is_in_book(text):
         message = f"{key}: {pattern} is not made yet; type the first command of the card in recipes/NAME/README.md"
         return DataError(message, problem_id="data-file-not-found")
