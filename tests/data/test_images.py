@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset, List
 from datasets import Image as Picture
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from tests.image_models import FAMILIES, draw_image, load_processor, write_model
 from tunebook.commands.data_page import write_page
@@ -300,6 +301,15 @@ def test_transparent_images_are_on_white_and_16_bits_become_8(family_folder: Pat
     assert open_image(f"- {tmp_path}/clear.png").getpixel((0, 0)) == (255, 255, 255)
     Image.new("I;16", (4, 4), 51 * 257).save(tmp_path / "gray.png")
     assert open_image(f"- {tmp_path}/gray.png").getpixel((0, 0)) == (51, 51, 51)
+
+
+def test_an_image_that_is_gone_is_named_without_a_traceback(tmp_path: Path) -> None:
+    draw_image(0, 60, 40).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:900])
+    for name, reason in (("gone.png", "No such file"), ("cut.png", "truncated")):
+        loader = DataLoader([f"- {tmp_path}/{name}"], num_workers=1, collate_fn=lambda rows: open_image(rows[0]))
+        with pytest.raises(DataError, match=f"^the image .*{name} was read .*: .*{reason}"):
+            next(iter(loader))
 
 
 def test_larger_images_are_scaled_down(data: Make, qwen_folder: Path) -> None:

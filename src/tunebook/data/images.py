@@ -148,17 +148,36 @@ def check_image(data: bytes, name: str, place: str) -> Size:
         raise DocumentError(message, problem_id=_BAD) from error
 
 
+class LostImageError(DataError):
+    """An image that was checked when the data was prepared, and cannot be read now."""
+
+    def __init__(self, message: str) -> None:
+        # From a worker process, torch makes it again with a traceback before the message.
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2], problem_id=_BAD)
+
+
 def reference_to(image: Mapping[str, Any]) -> str:
     """A prepared document's reference to an image of a turn: `SHA256 PATH`."""
     return f"{image['sha256']} {image['file']}"
 
 
 def open_image(reference: str) -> Image:
-    """The image of a prepared document, `SHA256 PATH`, in RGB on white, upright as its EXIF data say."""
+    """The image of a prepared document, `SHA256 PATH`, in RGB on white, upright as its EXIF data say.
+
+    Raises: LostImageError.
+    """
     from PIL import Image, ImageOps
 
-    with Image.open(reference.partition(" ")[2]) as opened:
-        image = ImageOps.exif_transpose(opened)
+    file = reference.partition(" ")[2]
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened)
+    except (OSError, SyntaxError) as error:  # Pillow's for a broken PNG
+        reason = getattr(error, "strerror", None) or error
+        raise LostImageError(
+            f"the image {file} was read when the data was prepared, and cannot be read now: {reason}. Put it back, and "
+            "start the same command again"
+        ) from error
     if image.mode.startswith("I;16"):  # gray in 16 bits, of which `convert` makes white
         image = image.point(lambda value: value / 257)
     if image.has_transparency_data:
