@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,16 @@ def test_the_plan_refuses_what_the_preparation_refuses(
 ) -> None:
     made = draft([[(28, 28)]], *words, model=model)
     assert made.error is not None and (made.error.problem_id, made.exit_code) == (problem_id, 2)
+
+
+@pytest.mark.parametrize("settings", ["{", "[1]", '{"image_processor_type": "NoImageProcessor"}'])
+def test_a_broken_processor_is_named(settings: str, draft: Any, qwen: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(qwen, folder)
+    (folder / "preprocessor_config.json").write_text(settings)
+    made = draft([[(28, 28)]], model=folder)
+    assert made.error is not None and made.error.problem_id == "model-without-images"
+    assert str(folder) in made.error.message
 
 
 def test_an_image_that_cannot_be_read_is_still_one(draft: Any, tmp_path: Path) -> None:

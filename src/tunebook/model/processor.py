@@ -105,10 +105,15 @@ def load_image_processor(
         parts = {"tokenizer": tokenizer, "image_processor": image_processor, "video_processor": None}
         processor = unchecked.from_args_and_dict([parts[name] for name in kind.get_attributes()], stated)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise RequestError(
-            f"there are images, and {folder} has no processor for them that can be used "
-            f"({first_line(error)}); name a model that reads images, with its preprocessor_config.json, such as "
-            "model=qwen25_vl_3b, or data without images",
-            problem_id="model-without-images",
-        ) from error
+        raise unusable_processor(folder, error) from error
     return ImageProcessor(processor, max_pixels, (model, tokenizer, max_pixels))
+
+
+def unusable_processor(folder: str, error: Exception) -> RequestError:
+    """The error for a model's folder without a processor for images, or with a broken one."""
+    return RequestError(
+        f"there are images, and {folder} has no processor for them that can be used ({first_line(error)}); "
+        "name a model that reads images, with its preprocessor_config.json, such as model=qwen25_vl_3b, or data "
+        "without images",
+        problem_id="model-without-images",
+    )

@@ -21,7 +21,7 @@ from tunebook.errors import RequestError
 from tunebook.facts.architectures import IMAGE_PROCESSORS
 from tunebook.model.base_config import config_file
 from tunebook.model.parameters import known_facts
-from tunebook.model.processor import Size, load_image_processor, scaled_size
+from tunebook.model.processor import Size, load_image_processor, scaled_size, unusable_processor
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.tokenizer_files import PROCESSOR_FILES
 
@@ -55,14 +55,17 @@ class PlannedImages:
         return len(backend.encode(text, add_special_tokens=False).ids)
 
     def inputs(self, number: int) -> dict[str, torch.Tensor]:
-        """The model's inputs for so many images."""
+        """The model's inputs for so many images. Raises: RequestError for settings that transformers refuses."""
         from PIL import Image
         from transformers import AutoImageProcessor
 
         loader: Any = AutoImageProcessor  # untyped upstream
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(self.processor))
-            processor = loader.from_pretrained(folder, backend="pil")
+            try:
+                processor = loader.from_pretrained(folder, backend="pil")
+            except (ValueError, TypeError) as error:
+                raise unusable_processor(str(self.folder), error) from error
         try:
             found = processor(images=[Image.new("RGB", self.size)] * number, return_tensors="pt")
         except ValueError:  # its proportions, with which the preparation refuses the document or leaves it out
@@ -103,8 +106,11 @@ def _stated_processor(config: RunConfig) -> dict[str, Any] | None:
     published = None if facts is None else IMAGE_PROCESSORS.get(facts.architecture)
     for own in [] if file is None or published is None else [file.with_name(name) for name in PROCESSOR_FILES]:
         if own.is_file():
-            read: dict[str, Any] = json.loads(own.read_text(encoding="utf-8"))
-            stated: dict[str, Any] = read.get("image_processor", read)
+            try:
+                read: dict[str, Any] = json.loads(own.read_text(encoding="utf-8"))
+                stated: dict[str, Any] = read.get("image_processor", read)
+            except (ValueError, AttributeError) as error:
+                raise unusable_processor(str(own.parent), error) from error
             if "image_processor_type" in stated:
                 return stated
     return published
