@@ -156,6 +156,10 @@ def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path
     (tmp_path / "their.jsonl").write_text('{"text": "a"}\n')
     assert plan_command("qwen3b_zero2", words, [], Console(width=200)) == 0
     assert "missing" not in capsys.readouterr().out
+    (tmp_path / "their.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    with pytest.raises(DataError, match="type method=dpo"):
+        plan_command("qwen3b_zero2", words, [], Console(width=200))
+    assert "for another method; planned without it" in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_what_a_job_starts_in_containers_and_on_several_nodes(

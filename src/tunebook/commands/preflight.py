@@ -30,8 +30,8 @@ def require_runnable(job: Draft) -> None:
         if problem.id == RUN_NOT_TRAINED:
             run = job.config.model.run
             raise RequestError(f"model.run={run}: {problem.message}; {problem.fix}", problem_id=problem.id)
-    if job.missing_data is not None and not is_later_node(job.config):
-        raise job.missing_data
+    if job.unusable_data is not None and not is_later_node(job.config):
+        raise job.unusable_data
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:

@@ -180,8 +180,8 @@ def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
         )
     if draft.resolved.problem is not None:
         raise RequestError(draft.resolved.not_runnable_reason, problem_id=draft.resolved.problem.id)
-    if draft.missing_data is not None:
-        raise draft.missing_data
+    if draft.unusable_data is not None:
+        raise draft.unusable_data
 
 
 def _is_here(config: RunConfig) -> bool:

@@ -192,6 +192,6 @@ def plan_json(job: Draft, batch: BatchPlan) -> dict[str, Any]:
             memory=measured_memory(config, batch) or plan_memory(config, batch),
             host=plan_host_memory(config, job.resolved.host_memory_gib),
             time=estimate_time(config, batch),
-            missing_data=None,
+            unusable_data=None,
         )
     )

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import datasets
 
     from tunebook.data.chunks import ChunkSettings
-    from tunebook.data.corpus import Corpus, CorpusKind
+    from tunebook.data.corpus import Corpus
 
 # Modules of this package that only read prepared data. A change in any other module prepares everything again.
 _READERS = ("view.py", "packing.py", "sampler.py", "batch.py")
@@ -173,7 +173,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
 def _for_run(config: RunConfig, prepared: Prepared) -> Prepared:
     from tunebook.data.corpus import CorpusKind
 
-    _require_method(config, CorpusKind(prepared.kind))
+    require_method(config, CorpusKind(prepared.kind).reads)
     require_images(config, prepared.has_images)
     return prepared
 
@@ -222,17 +222,16 @@ def require_image_model(model: ModelConfig, what: str) -> None:
         )
 
 
-def _require_method(config: RunConfig, kind: CorpusKind) -> None:
-    """Raises: DataError for pairs or documents that the run's method does not read."""
+def require_method(config: RunConfig, reads: str) -> None:
+    """Raises: DataError for data, pairs or documents, that the run's method does not read."""
     own = method_facts(config).reads
-    if kind.reads != own:
-        readers = " or ".join(f"method={name}" for name, facts in METHODS.items() if facts.reads == kind.reads)
+    if reads != own:
+        readers = " or ".join(f"method={name}" for name, facts in METHODS.items() if facts.reads == reads)
         form = "a chosen and a rejected answer to a prompt" if own == "pairs" else "one answer, or text"
         is_generated = config.dataset.source is Source.synthetic
         other = f"dataset.synthetic.pairs={str(own == 'pairs').lower()}" if is_generated else "name other data"
         raise DataError(
-            f"the data are {kind.reads}, and method={config.method.name} reads {own} ({form}); type {readers}, or "
-            f"{other}",
+            f"the data are {reads}, and method={config.method.name} reads {own} ({form}); type {readers}, or {other}",
             problem_id="data-for-another-method",
         )
 
@@ -278,7 +277,7 @@ def _make(config: RunConfig, folder: Path, report: Progress) -> str:
     corpus_folder.mkdir(parents=True)
     vocab_size, eos_token_id = vocabulary(config)
     corpus = load_corpus(config.dataset, cache_dir=corpus_folder, vocab_size=vocab_size, eos_token_id=eos_token_id)
-    _require_method(config, corpus.kind)
+    require_method(config, corpus.kind.reads)
     require_images(config, corpus.has_images)
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})

@@ -22,7 +22,7 @@ from tunebook.data import hub
 from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
 from tunebook.data.files import JSON_SUFFIXES, PARQUET_SUFFIXES, find_files
-from tunebook.data.formats import FormatSettings, Normalizer, document_keys, field_templates
+from tunebook.data.formats import FormatSettings, Normalizer, detect_format, document_keys, field_templates
 from tunebook.data.images import MARK, ImageReader, Size
 from tunebook.data.mixture import content_hashes, hold_out, mix
 from tunebook.data.problems import DocumentError, DocumentProblems, KeyAccount, Skipped
@@ -294,6 +294,27 @@ def _first_files(config: DatasetConfig) -> dict[str, Path]:
     return files
 
 
+def first_reads(config: DatasetConfig) -> str | None:
+    """What the first document that can be read is for: documents or pairs, as in `MethodFacts`; None without one."""
+    for key, file in _first_files(config).items():
+        source = sources_of(config)[key]
+        if source.question_template is not None:
+            return "documents"
+        if _is_large_array(file):
+            continue
+        with suppress(OSError, ValueError, DataError, DocumentError):  # the preparation reports it
+            records = read_records(file, DocumentProblems(str(file)), KeyAccount(document_keys(FormatSettings())))
+            for _, record in islice(records, 1):
+                is_auto = source.format is Format.auto
+                format = detect_format(record, source.text_field) if is_auto else source.format
+                return "pairs" if format is Format.pairs else "documents"
+    return None
+
+
+def _is_large_array(file: Path) -> bool:
+    return file.name.lower().endswith(JSON_SUFFIXES) and file.stat().st_size > _LONGEST_ARRAY_BYTES
+
+
 def _images_of_first(config: DatasetConfig, files: dict[str, Path]) -> FirstImages:
     here = replace(config, download_images=False)
     loader = _Loader(config=here, cache_dir=Path(), vocab_size=None, eos_token_id=None)
@@ -302,7 +323,7 @@ def _images_of_first(config: DatasetConfig, files: dict[str, Path]) -> FirstImag
         try:
             if not _names_images(file):
                 continue
-            if file.name.lower().endswith(JSON_SUFFIXES) and file.stat().st_size > _LONGEST_ARRAY_BYTES:
+            if _is_large_array(file):
                 are_there = True
                 continue
             normalizer = loader._normalizer(sources[key], key)

@@ -135,6 +135,6 @@ def compare_plans(
     print_text("Estimated speed of each GPU, and memory of each GPU or rank:", console)
     show_plans(drafts, console)
     best = min(drafts.values(), key=lambda draft: draft.exit_code)
-    if best.exit_code == DataError.exit_code and best.missing_data is not None:
-        raise best.missing_data
+    if best.exit_code == DataError.exit_code and best.unusable_data is not None:
+        raise best.unusable_data
     return best.exit_code

@@ -15,8 +15,8 @@ from tunebook.config.compose import Composition, compose
 from tunebook.config.schema import HardwareConfig, ModelConfig, RunConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
-from tunebook.data.prepare import require_images
-from tunebook.data.sources import begins_with_images
+from tunebook.data.prepare import require_images, require_method
+from tunebook.data.sources import begins_with_images, first_reads
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError, TunebookError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
@@ -42,7 +42,7 @@ class Draft:
     host: MemoryPlan | None = None
     time: TimePlan | None = None
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
-    missing_data: DataError | None = None  # why its files are unusable here; the plan ignores them
+    unusable_data: DataError | None = None  # why it cannot be used here; the plan ignores it
     overrides: list[str] = field(default_factory=list)  # as typed, for the record
     recipes_dirs: list[Path] = field(default_factory=list)  # as typed
 
@@ -70,8 +70,8 @@ class Draft:
 
     @property
     def shortcomings(self) -> list[TunebookError]:
-        """Why a request without errors cannot be trained: it does not fit, or its files are missing."""
-        errors: list[TunebookError] = [] if self.missing_data is None else [self.missing_data]
+        """Why a request without errors cannot be trained: it does not fit, or its data is unusable here."""
+        errors: list[TunebookError] = [] if self.unusable_data is None else [self.unusable_data]
         if self.fits is False:
             advice = (
                 "`tunebook plan` with the same overrides lists what would fit; with --measure it trains two steps here"
@@ -119,7 +119,7 @@ def draft_run(
         return draft
     draft.recipe = composition.config.recipe
     draft.machine = machine = machine or detect_machine()
-    draft.missing_data = missing_files(composition.config.dataset)
+    draft.unusable_data = _unusable_data(composition.config)
     try:
         parent_problems = _start_from_run(draft, composition.config)
         is_default = composition.set_by("training.max_length") is None
@@ -139,6 +139,17 @@ def draft_run(
     except RequestError as error:
         draft.error = error
     return draft
+
+
+def _unusable_data(config: RunConfig) -> DataError | None:
+    """Why a file of the data is missing, or is not for the method, by its first document."""
+    missing, reads = missing_files(config.dataset), first_reads(config.dataset)
+    if missing is None and reads is not None:
+        try:
+            require_method(config, reads)
+        except DataError as error:
+            return error
+    return missing
 
 
 def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:

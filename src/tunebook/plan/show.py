@@ -36,8 +36,9 @@ def show_plan(draft: Draft, console: Console, *, with_reasons: bool) -> None:
         lines.append(_row("images", images))
     lines += [_row("time", time_text(draft.time, with_reasons=with_reasons))]
     lines += [_row("memory", memory_text(draft.memory)), _row("host", host_memory_text(draft.host))]
-    if draft.missing_data is not None:
-        lines.append(_row("data", "missing; planned without it"))
+    if draft.unusable_data is not None:
+        is_missing = draft.unusable_data.problem_id != "data-for-another-method"
+        lines.append(_row("data", f"{'missing' if is_missing else 'for another method'}; planned without it"))
     print_lines(lines, console, indent=_INDENT)
     show_choices(draft.resolved.choices, console, with_reasons=with_reasons)
     show_warnings(draft.problems, console)
