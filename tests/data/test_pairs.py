@@ -62,6 +62,13 @@ FORMS: dict[str, dict[str, Any]] = {
         "chosen": said("gpt", "Yo"),
         "rejected": said("gpt", "No"),
     },
+    "alpaca": {"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"},
+    "messages": {"messages": [user("Hi")], "chosen": assistant("Yo"), "rejected": assistant("No")},
+    "distilabel": {
+        "instruction": "Hi",
+        "chosen": [user("Hi"), assistant("Yo")],
+        "rejected": [user("Hi"), assistant("No")],
+    },
     "sharegpt-texts": {"conversations": [said("human", "Hi")], "chosen": "Yo", "rejected": "No"},
 }
 TEXTS = {"prompt": "2+2=", "chosen": "4", "rejected": "22"}
@@ -122,6 +129,7 @@ def test_tools_and_system_prompts_are_of_both_sides() -> None:
         ({**FORMS["turns"], "rejected": FORMS["whole"]["rejected"]}, "'rejected' begins with a turn of the user"),
         ({**FORMS["whole"], "prompt": [user("Ho")]}, "'chosen' begins with a turn of the user"),
         ({**TEXTS, "tools": [{"name": "f"}]}, "'tools' goes with turns"),
+        ({**FORMS["messages"], "messages": [user("Hi"), assistant("Yo")]}, "'messages' ends with the answer"),
         ({"prompt": "a", "chosen": "b"}, "its format is not known"),
     ],
 )

@@ -118,6 +118,7 @@ class FormatSpec:
     needs: tuple[str, ...]
     may_have: tuple[str, ...] = ()
     convert: Convert
+    asks: Callable[[Record], tuple[str, ...]] = lambda record: ()  # keys of the prompt that this document has
 
 
 class Normalizer:
@@ -176,7 +177,7 @@ class Normalizer:
             )
         spec = SPECS[self.format]
         # First: a refused key often explains another problem, such as an empty text next to a tool call.
-        account.check(record, {*needed, *spec.may_have})
+        account.check(record, {*needed, *spec.may_have, *spec.asks(record)})
         return spec.convert(record, account, settings)
 
 
@@ -276,8 +277,13 @@ def _from_turns(key: str, record: Record, account: KeyAccount, settings: FormatS
 
 
 def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    answer = make_turn("assistant", record["output"], "output")
+    return _conversation([*_system_turns(record), *_instruction_turns(record), answer], record, settings)
+
+
+def _instruction_turns(record: Record) -> list[Turn]:
     """`input` follows the instruction after an empty line; `history` holds earlier [question, answer] pairs."""
-    turns = _system_turns(record)
+    turns: list[Turn] = []
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DocumentError("'history' must be a list of [question, answer] pairs")
@@ -286,8 +292,7 @@ def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) 
     question = check_text(record["instruction"], "'instruction'")
     if not is_empty(record.get("input")):
         question += "\n\n" + check_text(record["input"], "'input'")
-    turns += [make_turn("user", question, "instruction"), make_turn("assistant", record["output"], "output")]
-    return _conversation(turns, record, settings)
+    return [*turns, make_turn("user", question, "instruction")]
 
 
 def _from_prompt_completion(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
@@ -310,16 +315,20 @@ def _from_prompt_completion(record: Record, account: KeyAccount, settings: Forma
 def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
     """A prompt with two answers, or two whole conversations with a common beginning, which is the prompt.
 
-    The prompt is under `prompt` or, as ShareGPT has it, `conversations`. Texts without turns are a pair of plain texts.
+    The prompt is under the keys of `_prompt_keys`. Texts without turns are a pair of plain texts.
     """
     prompt, answers = record.get("prompt"), (record["chosen"], record["rejected"])
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         return _from_text_pair(record)
-    is_whole = isinstance(prompt, str) or (is_empty(prompt) and is_empty(record.get("conversations")))
+    keys = [key for key in _prompt_keys(record) if not is_empty(record.get(key))]
+    is_whole = isinstance(prompt, str) or not keys
     asked: list[Turn] = []
-    for key in ("prompt", "conversations") if not is_whole else ():
-        if not is_empty(record.get(key)):
-            asked += read_turns(record[key], key, account, is_prompt=True)
+    if "instruction" in keys:
+        asked = _instruction_turns(record)
+    elif not is_whole:
+        asked = [turn for key in keys for turn in read_turns(record[key], key, account, is_prompt=True)]
+        if keys == ["messages"] and asked[-1]["role"] == "assistant":
+            raise DocumentError("'messages' ends with the answer; end it before 'chosen' and 'rejected'")
     before = _system_turns(record) + asked
     given = {key: _read_answer(record, key, account) for key in ("chosen", "rejected")}
     sides = [before + answer for answer in _without_prompt(asked, given)]
@@ -346,6 +355,16 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
             raise DocumentError("pairs cannot have images yet; remove this one", problem_id="data-media")
         rows.append(_conversation(marked, record, settings)[1])
     return CorpusKind.conversation_pair, rows[0] | {"rejected": rows[1]["messages"]}
+
+
+def _prompt_keys(record: Record) -> tuple[str, ...]:
+    """The keys of a pair's prompt; those of Alpaca and OpenAI if there is no other, and the answers are single."""
+    is_single = all(isinstance(record[key], str | dict) for key in ("chosen", "rejected"))
+    if is_single and is_empty(record.get("prompt")) and is_empty(record.get("conversations")):
+        for keys in (("instruction", "input", "history"), ("messages",)):
+            if not is_empty(record.get(keys[0])):
+                return keys
+    return ("prompt", "conversations")
 
 
 def _without_prompt(prompt: list[Turn], answers: dict[str, list[Turn]]) -> list[list[Turn]]:
@@ -420,7 +439,10 @@ def _check_range(token_ids: list[int], name: str, largest: int) -> None:
 SPECS: dict[Format, FormatSpec] = {
     Format.pretokenized: FormatSpec(needs=("input_ids",), may_have=TOKEN_KEYS, convert=_from_tokens),
     Format.pairs: FormatSpec(
-        needs=("chosen", "rejected"), may_have=("prompt", "conversations", *CONVERSATION_KEYS), convert=_from_pair
+        needs=("chosen", "rejected"),
+        may_have=("prompt", "conversations", *CONVERSATION_KEYS),
+        convert=_from_pair,
+        asks=_prompt_keys,
     ),
     Format.sharegpt: FormatSpec(
         needs=("conversations",), may_have=CONVERSATION_KEYS, convert=partial(_from_turns, "conversations")
