@@ -188,15 +188,9 @@ def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[
     assert normalize(record, ignored=(key,)) == normalize(without(record, key))
 
 
-def test_only_a_way_out_that_works_is_offered() -> None:
-    two = {**with_turn(mask=1), "videos": ["cat.mp4"], "name": "a"}
-    with pytest.raises(DocumentError, match=r"dataset\.ignore_keys=\[name,videos,mask\]"):
-        normalize(two, ignored=("name",))
-    normalize(two, ignored=("name", "videos", "mask"))
-    without_answer = {"conversations": [{"from": "human", "value": "Hi"}], "kto_tag": True}
-    with pytest.raises(DocumentError) as caught:
-        normalize(without_answer)
-    assert "ignore_keys" not in caught.value.message and caught.value.problem_id == "data-key-not-supported"
+def test_keys_to_ignore_are_offered_with_those_that_are_ignored() -> None:
+    with pytest.raises(DocumentError, match=r"dataset\.ignore_keys=\[name,videos\]"):
+        normalize({**CHAT, "videos": ["cat.mp4"], "name": "a"}, ignored=("name",))
 
 
 @pytest.mark.parametrize("key", ["videos", "audio_path"])
@@ -206,9 +200,6 @@ def test_marks_of_media_that_are_left_out_are_refused(key: str) -> None:
     with pytest.raises(DocumentError) as caught:
         normalize(record, ignored=(key,))
     assert caught.value.problem_id == "data-media"
-    with pytest.raises(DocumentError) as caught:
-        normalize(record)
-    assert "ignore_keys" not in caught.value.message
     assert mark in normalize({**record, key: []})["messages"], "text like any other"
 
 

@@ -133,34 +133,16 @@ class Normalizer:
 
     def row(self, record: Record) -> Row:
         """One record as a row, without its origin. Raises: DocumentError."""
-        try:
-            kind, row = self._convert(record, self.account)
-        except DocumentError as error:
-            if not error.keys:
-                raise
-            raise self._with_way_out(record, error) from error
+        kind, row = self._convert(record)
         if self.kind is None:
             self.kind = kind
         elif kind is not self.kind:
             raise DocumentError(f"a document of kind {kind.value}, but those before it are of kind {self.kind.value}")
         return row
 
-    def _with_way_out(self, record: Record, refusal: DocumentError) -> DocumentError:
-        """A refusal of keys with what to type, which was tried: to ignore them, unless the document needs them."""
-        account, error = self.account, refusal
-        while error.keys:
-            account = account.ignoring(error.keys)
-            try:
-                self._convert(record, account)
-            except DocumentError as other:
-                error = other
-            else:
-                return DocumentError(f"{refusal.message}; {account.way_out()}", problem_id=refusal.problem_id)
-        message = f"{refusal.message}. Ignoring this does not help: {error.message}"
-        return DocumentError(message, problem_id=refusal.problem_id)
-
-    def _convert(self, record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
-        settings, record = self.settings, account.without_ignored(record)
+    def _convert(self, record: Record) -> tuple[CorpusKind, Row]:
+        settings, account = self.settings, self.account
+        record = account.without_ignored(record)
         if self.format is Format.auto:
             self.format = detect_format(record, settings.text_field)
         if settings.fields is not None:  # the templates name a missing field
@@ -391,8 +373,7 @@ def _read_answer(record: Record, key: str, account: KeyAccount) -> list[Turn]:
     try:
         return read_turns([answer] if isinstance(answer, dict) else answer, key, account)
     except DocumentError as error:
-        message = f"'{key}': {error.message}"
-        raise DocumentError(message, problem_id=error.problem_id, keys=error.keys) from error
+        raise DocumentError(f"'{key}': {error.message}", problem_id=error.problem_id) from error
 
 
 def _from_text_pair(record: Record) -> tuple[CorpusKind, Row]:

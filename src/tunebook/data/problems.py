@@ -65,11 +65,10 @@ class Skipped:
 class DocumentError(Exception):
     """One document cannot be used; the reader adds its place. Never leaves `tunebook.data`."""
 
-    def __init__(self, message: str, *, problem_id: str = "data-bad-document", keys: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, problem_id: str = "data-bad-document") -> None:
         super().__init__(message)
         self.message = message
         self.problem_id = problem_id
-        self.keys = keys  # that are refused; training could go without them
 
 
 def type_name(value: object) -> str:
@@ -109,14 +108,6 @@ class KeyAccount:
         _refuse_marks(record, [key for key in record if key in self._ignored])
         return {key: value for key, value in record.items() if key not in self._ignored}
 
-    def ignoring(self, keys: Collection[str]) -> KeyAccount:
-        """An account that also ignores these keys."""
-        return KeyAccount(self.known, [*self._ignored, *keys], self._key)
-
-    def way_out(self) -> str:
-        """What to type for the keys that are ignored here."""
-        return f"correct the data, or type {self._key}.ignore_keys=[{','.join(self._ignored)}] to train without"
-
     def check(self, record: Mapping[str, Any], read: Collection[str], place: str = "the document") -> None:
         """Count the keys of a document or turn that are not `read`.
 
@@ -127,11 +118,12 @@ class KeyAccount:
         if refused:
             are, them = ("is", "it") if len(refused) == 1 else ("are", "them")
             is_image = place != "the document" and any(key.lower() in ("image", "images") for key in refused)
+            where = "images stand under 'images' of the document, or in parts of the content; " if is_image else ""
+            ignored = ",".join([*self._ignored, *refused])
             raise DocumentError(
                 f"{' and '.join(map(repr, refused))} of {place} {are} not supported there, and training would leave "
-                f"{them} out" + is_image * "; images stand under 'images' of the document, or in parts of the content",
+                f"{them} out; {where}correct the data, or type {self._key}.ignore_keys=[{ignored}] to train without",
                 problem_id="data-key-not-supported",
-                keys=refused,
             )
         _refuse_marks(record, not_read)
         self._not_read.update(not_read)

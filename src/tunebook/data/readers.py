@@ -88,11 +88,7 @@ def _array_within(value: dict[str, Any], keys: KeyAccount) -> Any:
         )
     if not names:
         return value
-    try:
-        keys.check(keys.without_ignored(value), names, "the file")
-    except DocumentError as error:
-        message = f"{error.message}; {keys.ignoring(error.keys).way_out()}"
-        raise DocumentError(message, problem_id=error.problem_id) from error
+    keys.check(keys.without_ignored(value), names, "the file")
     return value[names[0]]
 
 
