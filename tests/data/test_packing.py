@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tunebook.data.packing import deal_rows, longest_row, pack_balanced, pack_within, rows_needed
+from tunebook.data.packing import longest_row, pack_balanced, pack_within, rows_needed
 
 
 def test_longest_documents_are_placed_first_on_the_shortest_row():
@@ -41,29 +41,3 @@ def test_rows_that_a_budget_has_filled_are_not_overfilled():
     assert pack_within(documents, 2, 7) == pack_balanced(documents, 2)
     with pytest.raises(ValueError, match="document 2 of 4 tokens"):
         pack_within([4, 4, 4], 2, 6)
-
-
-def work_of(rows, lengths, ranks):
-    """Sums of squared lengths: (rounds, ranks)."""
-    return np.array([sum(int(lengths[document]) ** 2 for document in row) for row in rows]).reshape(-1, ranks)
-
-
-def test_rows_are_dealt_by_squares_and_none_is_lost():
-    rows = [[0], [1], [2, 3], [4], [5], []]
-    lengths = np.array([4, 8, 3, 1, 7, 5])  # squares of rows: 16, 64, 10, 49, 25, 0
-    dealt = deal_rows(rows, lengths, 2, 1)
-    # rounds of similar rows, and the larger of a round for the rank that has less so far
-    assert dealt == [[1], [4], [0], [5], [], [2, 3]]
-    assert work_of(dealt, lengths, 2).tolist() == [[64, 49], [16, 25], [0, 10]]
-    assert deal_rows(rows, lengths, 2, 3) == deal_rows(list(rows), lengths, 2, 3)
-    assert sorted(map(tuple, deal_rows(rows, lengths, 2, 3))) == sorted(map(tuple, rows))
-
-
-def test_dealt_rows_are_more_even():
-    ranks = 4
-    lengths = np.clip(np.random.default_rng(1).lognormal(7, 1.2, 400), 16, 16_384).astype(np.int64)
-    rows = pack_balanced(lengths, 4 * ranks)
-    before, after = (work_of(dealt, lengths, ranks) for dealt in (rows, deal_rows(rows, lengths, ranks, 1)))
-    assert after.sum() == before.sum()
-    assert after.sum(axis=0).max() < before.sum(axis=0).max()
-    assert after.max(axis=1).sum() <= before.max(axis=1).sum()

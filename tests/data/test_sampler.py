@@ -134,20 +134,3 @@ def test_a_row_is_its_documents_end_to_end_in_the_order_requested_and_filled_up(
     assert row["labels"].tolist() == [7, 8, 9, 10, -100, 2, 3, -100]
     assert row["input_ids"].dtype == row["labels"].dtype == np.int64
     assert [rows_of_8[row]["seq_lengths"] for row in ([3, 0], [3, 3], [])] == [[4, 3, 1], [4, 4], [8]]
-
-
-def test_dealt_rows_are_the_same_steps_and_rows():
-    def batches(is_dealt):
-        schedule = Schedule(
-            lengths=LENGTHS, size=StepSize(documents=16), rows_per_step=8, is_packed=True, seed=3,
-            balances_attention=is_dealt,
-        )  # fmt: skip
-        return [RankBatches(schedule, num_steps=7, micro_batch_size=1, rank=rank, world_size=2) for rank in (0, 1)]
-
-    assert steps_of(batches(True)) == steps_of(batches(False))
-    dealt, in_order = ([list(rank) for rank in batches(is_dealt)] for is_dealt in (True, False))
-    assert dealt != in_order
-    for step in range(7):
-        of_step = slice(4 * step, 4 * step + 4)
-        rows = [sorted(batch[0] for rank in ranks for batch in rank[of_step]) for ranks in (dealt, in_order)]
-        assert rows[0] == rows[1]

@@ -283,8 +283,6 @@ class PackingConfig:
     mode: PackingMode = PackingMode.auto
     # Length of a packed row; null: that of the longest document, or of both sides of a pair
     row_length: int | None = number(None, at_least=2, unit="tokens")
-    # Give each GPU rows with equal attention work in a step. Helps where GPUs wait once a step (DDP, ZeRO-1)
-    balance_attention: bool = field(default=False, metadata=_SAME_LOSS)
 
 
 @dataclass(kw_only=True)

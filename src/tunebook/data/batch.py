@@ -179,7 +179,6 @@ def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths, widths: Le
         rows_per_step=plan.rows_per_step,
         is_packed=plan.is_packed,
         seed=config.training.seed,
-        balances_attention=config.packing.balance_attention,
     )
 
 

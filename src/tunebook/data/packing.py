@@ -74,31 +74,6 @@ def pack_within(lengths: Sequence[int] | Lengths, num_rows: int, row_length: int
     return rows
 
 
-def deal_rows(
-    rows: list[list[int]], lengths: Sequence[int] | Lengths, num_ranks: int, micro_batch_size: int
-) -> list[list[int]]:
-    """Reorder a step's rows so that every rank has about as much attention to compute in it.
-
-    The order of packing gives the first rank the row with the longest document of each round. Nothing is gained where
-    ranks wait for each other in every round (benchmarks/results/row_balance.jsonl).
-
-    Rows are dealt in rounds of `num_ranks` x `micro_batch_size`, those with the largest sums of squared lengths first.
-    In a round, the rank with the smallest sum so far gets the row with the largest. Deterministic.
-    """
-    squares = [sum(int(lengths[document]) ** 2 for document in row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: (-squares[row], row))
-    sums, dealt = [0] * num_ranks, []
-    for start in range(0, len(order), num_ranks * micro_batch_size):
-        hands: list[list[int]] = [[] for _ in range(num_ranks)]
-        for row in order[start : start + num_ranks * micro_batch_size]:
-            open_ranks = (rank for rank in range(num_ranks) if len(hands[rank]) < micro_batch_size)
-            rank = min(open_ranks, key=lambda rank: (len(hands[rank]), sums[rank], rank))
-            hands[rank].append(row)
-            sums[rank] += squares[row]
-        dealt += [rows[row] for hand in hands for row in hand]
-    return dealt
-
-
 def longest_row(lengths: Sequence[int] | Lengths, num_rows: int) -> int:
     """Tokens in the longest row that `pack_balanced` makes."""
     return _longest(lengths, pack_balanced(lengths, num_rows))

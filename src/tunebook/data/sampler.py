@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tunebook.data.corpus import IGNORED_LABEL
-from tunebook.data.packing import BestFit, Lengths, deal_rows, pack_balanced, pack_within
+from tunebook.data.packing import BestFit, Lengths, pack_balanced, pack_within
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -88,7 +88,6 @@ class Schedule:
     rows_per_step: int
     is_packed: bool
     seed: int | None
-    balances_attention: bool = False  # see `deal_rows`
     widths: Lengths | None = None
 
     def steps_of_epoch(self, epoch: int) -> list[Lengths]:
@@ -142,8 +141,6 @@ class RankBatches:
         self._totals = [Totals(documents=0, tokens=0, computed_tokens=0)]
         for documents in self.steps():
             rows = self.schedule.rows_of_step(documents)
-            if self.schedule.balances_attention:
-                rows = deal_rows(rows, self.schedule.lengths, self.world_size, self.micro_batch_size)
             self._count(documents, rows)
             for accumulated in range(self.accumulation):
                 first = (accumulated * self.world_size + self.rank) * self.micro_batch_size
