@@ -26,17 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Contamination, Format, Source
+from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
-from tunebook.data.formats import FormatSettings, Normalizer
-from tunebook.data.images import ImageReader
 from tunebook.data.prepare import vocabulary
-from tunebook.data.problems import DocumentError, DocumentProblems
-from tunebook.data.readers import read_records
 from tunebook.data.sources import load_corpus
 from tunebook.data.turns import texts_of_turn
 from tunebook.errors import DataError, TunebookError
-from tunebook.evaluate.harness import LoadedTask, load_tasks
+from tunebook.evaluate.harness import LoadedTask, load_tasks, read_conversations
 from tunebook.evaluate.results import Answer, mean_with_error
 from tunebook.evaluate.task_files import Task
 from tunebook.files import atomic_write_json, cache_root, sha256_text
@@ -109,20 +105,18 @@ def _task_question(task: Any, document: Mapping[str, Any]) -> Question:
 
 def conversation_questions(file: Path, config: RunConfig) -> list[Question]:
     """The items of a file of held-out conversations, in the order in which the harness numbers them."""
-    images = ImageReader(may_download=config.dataset.download_images, folder=file.parent)
-    normalizer = Normalizer(Format.auto, FormatSettings(images=images))
-    questions: list[Question] = []
-    for _, record in read_records(file, DocumentProblems(str(file)), normalizer.account):
-        with suppress(DocumentError):  # the evaluation itself refuses such a file
-            questions.append(document_question({"messages": "[]", **normalizer.row(record)}))
-    return questions[: config.evaluation.limit]
+    read = read_conversations(file, None, download_images=config.dataset.download_images)
+    return [_question_of(conversation.messages) for conversation, _ in read][: config.evaluation.limit]
 
 
 def document_question(row: Mapping[str, Any]) -> Question:
     """A document as an item: its prompt, the turns that are not the assistant's, or all of it."""
     if "messages" not in row:
         return (row.get("prompt", row.get("text")),)
-    turns = json.loads(row["messages"])
+    return _question_of(json.loads(row["messages"]))
+
+
+def _question_of(turns: Sequence[dict[str, Any]]) -> Question:
     questions = [turn for turn in turns if turn["role"] not in ("assistant", "system")]
     return tuple(text for turn in questions or turns for text in texts_of_turn(turn))
 
