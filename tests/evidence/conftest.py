@@ -28,7 +28,7 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import MANIFEST_FILE, RunState, finish_manifest, read_manifest, start_manifest
-from tunebook.record.run_folder import RUN_FILE
+from tunebook.record.run_folder import PLAN_FILE, RUN_FILE
 
 NUM_STEPS = 60
 CPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -57,6 +57,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     config = resolved()
     (folder / RUN_FILE).write_text(config_to_yaml(config))
+    (folder / PLAN_FILE).write_text("{}")
     start_manifest(
         folder, config, world_size=1, command=["tunebook", "train", "quickstart", "outputs=/somewhere"],
         tokenizer_sha256="1" * 64, chat_template_sha256="2" * 64,

@@ -15,7 +15,7 @@ from tunebook.errors import RequestError
 from tunebook.record.report import write_report
 from tunebook.record.run_folder import create_run_folder
 
-PARTS = ("plan.json", "manifest.json", "evaluation/before.json", "evaluation/after.json")
+PARTS = ("evaluation/before.json", "evaluation/after.json")
 EVIL = "<script>document.title = 'owned'</script><img src=https://example.invalid/x onerror=document.title='owned'>"
 
 IMAGE = "data:image/jpeg;base64,/9j/4AAQ"
@@ -97,6 +97,8 @@ def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path
     with pytest.raises(RequestError) as raised:
         write_report(create_run_folder(tmp_path / "outputs", "empty"), tmp_path / "report.html")
     assert raised.value.problem_id == "unknown-run"
+    with pytest.raises(RequestError, match=r"no plan\.json and no manifest\.json"):
+        write_report(make_run("2026-11-21T07-18-04Z", without=("plan.json", "manifest.json")), tmp_path / "report.html")
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError) as raised:
         write_report(make_run(), tmp_path / "file" / "report.html")

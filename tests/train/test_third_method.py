@@ -16,8 +16,8 @@ from tunebook.errors import RequestError
 from tunebook.facts.methods import METHODS
 from tunebook.hardware.detect import Machine
 from tunebook.plan.draft import draft_run
-from tunebook.record.report import render_run
-from tunebook.record.run_record import read_run
+from tunebook.record.page.charts import other_charts
+from tunebook.record.run_record import RunRecord
 
 from . import focal
 from .conftest import losses
@@ -66,4 +66,5 @@ def test_it_trains_and_is_recorded(with_focal, run, config, changed, whole):
     assert all(0 <= line["known_share"] <= 1 for line in lines)
     focused = losses(run(replace(plain, method=focal.FocalConfig(name="focal", gamma=2.0)), "focal")[2])
     assert focused[0] < losses(lines)[0]
-    assert "Known" in render_run(read_run(folder))
+    facts = {"config": {"method": {"name": "focal"}}, "plan": {"hardware": {"generation": "cpu"}}}
+    assert "Known" in other_charts(RunRecord(folder=folder, training=lines, **facts))[0].title

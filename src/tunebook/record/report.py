@@ -73,7 +73,7 @@ def write_report(folder: Path, output: Path) -> None:
 def render_run(record: RunRecord) -> str:
     """The page of one run."""
     before, after, manifest = record.before, record.after, record.manifest
-    lock = (manifest.get("environment") or {}).get("lock") or {}
+    lock = manifest["environment"]["lock"]
     summary, losses = summarize(record), loss_charts(record)
     of_model = [evaluation for evaluation in record.evaluations if evaluation["model"] == MODEL_FOLDER]
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -97,7 +97,7 @@ def render_run(record: RunRecord) -> str:
             main_score=main_score(record),
             validation_of_model=validation_of_model(record),
             peak_tflops=next(iter(record.values("peak_tflops")), None),
-            different_packages=", ".join(describe_differences(lock.get("differences") or {}, _NUM_DIFFERENCES)),
+            different_packages=", ".join(describe_differences(lock["differences"] or {}, _NUM_DIFFERENCES)),
             scores=score_rows(
                 before, after, *(answers_of(record.folder, evaluation) for evaluation in (before, after))
             ),
@@ -118,7 +118,7 @@ def render_run(record: RunRecord) -> str:
             charts=losses[1:] + other_charts(record),
             prediction=build_prediction(record, summary),
             plan=record.plan,
-            dataset=manifest.get("dataset") or {},
+            dataset=manifest["dataset"],
             manifest=manifest,
             config=record.config,
         )

@@ -12,14 +12,14 @@ import yaml
 from tunebook.errors import DataError, RequestError, first_line
 from tunebook.files import read_json, sha256_file
 from tunebook.record.contamination import read_contamination
-from tunebook.record.manifest import MANIFEST_FILE, RunState, manifest_or_empty
+from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
-from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
+from tunebook.record.run_folder import PLAN_FILE, RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The content of one run folder; a missing file is empty."""
+    """The content of one run folder. Evaluations that were not made are empty."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class RunRecord:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The manifest's `status`; empty without a manifest."""
+        """The manifest's `status`."""
         status: dict[str, Any] = self.manifest.get("status", {})
         return status
 
@@ -88,10 +88,10 @@ def read_run(folder: Path) -> RunRecord:
 
     Raises: DataError for a broken file, RequestError if the folder is not a run folder.
     """
-    if not is_run(folder):
+    if missing := [name for name in (RUN_FILE, PLAN_FILE, MANIFEST_FILE) if not (folder / name).is_file()]:
         raise RequestError(
-            f"{folder} is not a run folder: it has neither {RUN_FILE} nor {MANIFEST_FILE}; "
-            "name one that `tunebook train` made, such as outputs/quickstart/latest",
+            f"{folder} is not a whole run folder: it has no {' and no '.join(missing)}; name one that `tunebook train` "
+            "made, such as outputs/quickstart/latest",
             problem_id="unknown-run",
         )
     folder = folder.resolve()
@@ -100,8 +100,8 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=_read_config(folder / RUN_FILE),
-        plan=_read_optional(folder / PLAN_FILE),
-        manifest=manifest_or_empty(folder),
+        plan=read_json(folder / PLAN_FILE),
+        manifest=read_manifest(folder),
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
         before=_read_optional(evaluations / "before.json"),
@@ -117,8 +117,6 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return dict(config)

@@ -90,6 +90,7 @@ def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "fin
         training=TrainingConfig(global_samples=8, max_length=256, num_epochs=2, seed=1),
     )
     (folder / "run.yaml").write_text(config_to_yaml(config))
+    (folder / "plan.json").write_text("{}")
     status = {"state": state, "exit_code": 0, "reason": None, "started": "2026-01-01T00:00:00+00:00", "step": STEP}
     manifest = {
         "format": 1, "recipe": "tiny", "title": "A tiny run", "status": status, "config_sha256": "d" * 64,

@@ -28,7 +28,6 @@ def test_every_ending_but_finished_has_a_banner(make_run) -> None:
         page = render_run(record)
         assert f'class="banner {state}"' in page
         assert ("Rank 3 was killed." in page) == (state != "running")
-    assert state_of(replace(record, manifest={})) == "unknown"
     line = {"step": 41, "loss": None, "not_finite": ["loss"], "tokens_seen": 1}
     record.manifest["status"]["state"] = "finished"
     assert state_of(replace(record, training=[*record.training, line])) == "invalid"

@@ -17,7 +17,6 @@ from tunebook.record.page.numbers import MINUS, NO_VALUE, TIMES, Unit, format_du
 from tunebook.record.run_record import RunRecord
 
 _FINAL_SHARE = 0.05  # of the logged steps, averaged for the final loss: a single step is noisy
-_NOT_RECORDED = "not recorded"
 _NOT_PARTS = ("total", "allocated", "capacity")  # of the planned memory
 _SHORTEST = 0.4  # of the available memory: a shorter bar would be hard to read and is magnified
 _PLAN_MISSING = "the plan has no estimate of it"
@@ -69,7 +68,7 @@ def summarize(record: RunRecord) -> Summary:
 
 def state_of(record: RunRecord) -> str:
     """The manifest's state, but `invalid` for a finished run with a loss that was not finite."""
-    state = record.status.get("state", "unknown")
+    state: str = record.status["state"]
     return "invalid" if state == "finished" and record.first_invalid_step is not None else state
 
 
@@ -79,24 +78,18 @@ def speed_unit(record: RunRecord) -> str:
 
 
 def is_on_gpus(record: RunRecord) -> bool:
-    """By the configuration, else the plan: the machine of a CPU run may have GPUs."""
-    sections = [source.get("hardware") or {} for source in (record.config, record.plan)]
-    generation = next((section["generation"] for section in sections if "generation" in section), Generation.cpu.name)
-    return bool(generation != Generation.cpu.name)
+    """By the plan: the machine of a CPU run may have GPUs."""
+    return bool(record.plan["hardware"]["generation"] != Generation.cpu.name)
 
 
-def format_time(time: datetime | str | None) -> str:
+def format_time(time: datetime | str) -> str:
     """A point in time such as 21 November 2026, 07:18 UTC."""
-    if time is None:
-        return _NOT_RECORDED
     time = datetime.fromisoformat(time) if isinstance(time, str) else time
     return f"{time.day} {time:%B %Y, %H:%M} UTC"
 
 
 def describe_machine(record: RunRecord) -> str:
     """The number and names of the GPUs, or the number of CPU cores."""
-    if not record.manifest:
-        return _NOT_RECORDED
     hardware, world_size = record.manifest["hardware"], record.manifest["world_size"]
     if not hardware["gpus"]:
         return f"CPU, {hardware['cpus']} cores" + (f", {world_size} ranks" if world_size > 1 else "")
@@ -108,7 +101,7 @@ def describe_machine(record: RunRecord) -> str:
 def describe_duration(summary: Summary) -> str:
     """The time of all attempts together, such as 1 min 16 s, 2 attempts."""
     if summary.seconds is None:
-        return _NOT_RECORDED
+        return "not recorded"
     text = format_duration(summary.seconds)
     if summary.num_attempts > 1:
         text += f", {summary.num_attempts} attempts"
@@ -118,21 +111,18 @@ def describe_duration(summary: Summary) -> str:
 
 
 def recipe_of(record: RunRecord) -> str:
-    """A run's recipe; without one the last parts of its data's paths; without a manifest the parent folder's name."""
-    manifest = record.manifest
-    if manifest and not manifest.get("recipe"):
-        records = (manifest.get("dataset") or {}).get("records", [])
-        return ", ".join(_last_part(one["location"]) for one in records)
-    return recipe_name(manifest.get("recipe") or record.folder.parent.name)
+    """A run's recipe; without one the last parts of its data's paths."""
+    if recipe := record.manifest["recipe"]:
+        return recipe_name(recipe)
+    return ", ".join(_last_part(one["location"]) for one in record.manifest["dataset"]["records"])
 
 
 def title_of(record: RunRecord) -> str:
     """The title or recipe of a run; without one the last parts of its model's and data's paths."""
     manifest, recipe = record.manifest, recipe_of(record)
-    if title := record.config.get("title") or (recipe if not manifest or manifest["recipe"] else ""):
+    if title := record.config["title"] or (recipe if manifest["recipe"] else ""):
         return str(title)
-    model = _last_part(manifest["model"]["name"])
-    return f"{model} on {recipe}" if recipe else model
+    return f"{_last_part(manifest['model']['name'])} on {recipe}"
 
 
 def _last_part(name: str) -> str:
@@ -163,14 +153,12 @@ class Bar:
     kind: str = ""  # CSS class
 
 
-def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | None:
-    """The plan's estimates beside the measurements; None for a run without a plan.
+def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any]:
+    """The plan's estimates beside the measurements.
 
     `parts` of the planned memory of one GPU or rank, end to end; `marks` of the measured peaks; `scale` of both; `rows`
     of name, predicted, measured and the difference; `notes` on what the predictions assume, or why there are none.
     """
-    if not record.plan:
-        return None
     planned, time = record.plan.get("memory_gib") or {}, record.plan.get("time") or {}
     notes = [] if planned else [f"Memory: {_PLAN_MISSING}."]
     if measured := record.plan.get("measured"):
