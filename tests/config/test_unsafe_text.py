@@ -8,6 +8,7 @@ from tunebook.config.launchers import SlurmConfig
 from tunebook.config.schema import MixturePart
 from tunebook.config.unsafe_text import (
     is_secret_name,
+    printable,
     require_printable,
     shown,
     without_secrets,
@@ -32,6 +33,10 @@ def test_each_is_shown_and_refused(sign):
 def test_other_text_is_left_alone(text):
     assert shown(text) == text
     require_printable("--name", text)
+
+
+def test_text_of_several_lines_keeps_its_lines_and_tabs():
+    assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\\x1b[31mb\\x07\\x9b2Jc\\rd\te\nf é🦊"
 
 
 def found_in(config):

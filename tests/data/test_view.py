@@ -72,7 +72,7 @@ def test_trained_runs_are_marked_exactly_and_controls_replaced(
     assert text.plain == ("ab cd" if has_color else "a[[b ]]c[[d]]")
     control = tokenizer("a\x1b[2Jb\r\n", add_special_tokens=False)["input_ids"]
     untrained = render_document(control, [-100] * len(control), tokenizer, has_color=has_color)
-    assert untrained.plain == "a\u241b[2Jb\u240d\n"
+    assert untrained.plain == "a\\x1b[2Jb\\r\n"
     marked = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED_STYLE]
     assert marked == (["b ", "d"] if has_color else [])
 

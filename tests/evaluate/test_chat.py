@@ -28,7 +28,7 @@ from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Encoder
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat, printable
+from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat
 from tunebook.evaluate.target import Target, find_target
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
 from tunebook.record.manifest import system_prompt_hash
@@ -198,10 +198,6 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(chat_of: Chats, monkeypa
 
     monkeypatch.setattr(Console, "out", interrupt)
     assert talk(chat_of("apple bird"), "rain", "key").count("(stopped)") == 2
-
-
-def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\ufffd[31mb\ufffd\ufffd2Jc\ufffdd\te\nf é🦊"
 
 
 def test_commands_are_no_questions(chat_of: Chats) -> None:

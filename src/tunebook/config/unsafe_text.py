@@ -33,9 +33,14 @@ _SHORTEST = 16  # characters: a shorter value may be an ordinary word
 _HIDDEN = "***"
 
 
-def shown(text: str) -> str:
-    r"""The text for a terminal: control characters as \n, \x1b or \u2028."""
-    return "".join(ascii(sign)[1:-1] if _is_control(sign) else sign for sign in text)
+def shown(text: str, kept: str = "") -> str:
+    r"""The text for a terminal: control characters, other than those kept, as \n, \x1b or \u2028."""
+    return "".join(ascii(sign)[1:-1] if _is_control(sign) and sign not in kept else sign for sign in text)
+
+
+def printable(text: str) -> str:
+    """Text of data, of a model or of a program for a terminal: as `shown`, but line breaks and tabs stay."""
+    return shown(text, kept="\n\t")
 
 
 def _is_control(sign: str) -> bool:

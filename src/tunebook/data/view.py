@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from tunebook.config.unsafe_text import printable
 from tunebook.data.corpus import IGNORED_LABEL, Row, SourceRecord, num_shared
 from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.errors import counted
@@ -31,8 +32,6 @@ _MANY_CUT_ANSWERS = 0.01  # of documents
 _MOST_ADDED = 100  # characters shown of what a chat template adds
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the tokens of an image
 _MOST_TOKENS = 1500  # shown of one sample: tools alone may take 500
-# Data must not move the cursor or change colors: control characters are shown as symbols.
-_CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
 
 
 def show_prepared(
@@ -144,9 +143,8 @@ def pieces_of(
         same = num_shared(before, decoded)
         trained = trained[:same] + [is_trained] * (len(decoded) - same)
         before = decoded
-    characters = zip(before.translate(_CONTROL_PICTURES), trained, strict=True)
-    pieces = groupby(characters, key=lambda character: character[1])
-    return [("".join(text for text, _ in run), is_trained) for is_trained, run in pieces]
+    pieces = groupby(zip(before, trained, strict=True), key=lambda character: character[1])
+    return [(printable("".join(text for text, _ in run)), is_trained) for is_trained, run in pieces]
 
 
 def render_document(

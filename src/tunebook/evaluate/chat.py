@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.config.frozen import load_config
+from tunebook.config.unsafe_text import printable
 from tunebook.data.conversation import Conversation
 from tunebook.data.images import ImageReader, open_image, reference_to
 from tunebook.data.problems import DocumentError
@@ -42,8 +43,6 @@ HELP = """\
 /reset forgets the conversation. /exit, Ctrl-D, or Ctrl-C here at the prompt end.
 Ctrl-C ends an answer that is being written."""
 _COMMAND = re.compile(r"/[a-zA-Z]+")
-# A model may write anything, including sequences that move the cursor, change colors or fill the clipboard.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNKNOWN_CONTEXT_TOKENS = 2048
 _DECODE = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
@@ -252,11 +251,6 @@ def chat_command(
         if note:
             print(f"({note})", file=sys.stderr)
         print()
-
-
-def printable(text: str) -> str:
-    """Replace control characters in the text; line breaks and tabs stay."""
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _say(text: str, console: Console, style: str = "dim") -> None:

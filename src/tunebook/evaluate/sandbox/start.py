@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tunebook.config.unsafe_text import printable
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.sandbox.run import FOLDER, LIMITS, SOCKET, version
 
@@ -102,7 +103,7 @@ class Sandbox:
         try:
             return self.try_once(program)
         except BrokenError as error:
-            return Outcome(id=program.id, status=Status.broken, message=_printable(str(error)))
+            return Outcome(id=program.id, status=Status.broken, message=printable(str(error)))
 
 
 def open_sandbox() -> Sandbox:
@@ -176,8 +177,8 @@ def _read_answer(id: str, answer: bytes) -> Outcome:
         return Outcome(
             id=id,
             status=Status(verdict["status"]),
-            message=_printable(verdict["message"]),
-            last_lines=[_printable(line) for line in verdict["last_lines"]],
+            message=printable(verdict["message"]),
+            last_lines=[printable(line) for line in verdict["last_lines"]],
             seconds=float(verdict["seconds"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -185,11 +186,6 @@ def _read_answer(id: str, answer: bytes) -> Outcome:
             f"the `sandbox` service is not this checkout's ({error}); build it again: {START_SERVICE}",
             problem_id="sandbox-version",
         ) from error
-
-
-def _printable(text: str) -> str:
-    """Escape control characters in a program's text, because they could control the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 
 def _ask_service(folder: Path, lines: bytes, wait_s: float) -> bytes:
