@@ -78,6 +78,7 @@ def test_adapters_alone_are_saved_and_resumed_to_the_digit(over_fp8, trained, ru
 
 def test_the_export_merges_into_the_base_as_it_was(over_fp8, trained, changed, tmp_path):
     folder, _ = trained
+    (folder / "plan.json").write_text("{}")
     in_bf16 = changed(over_fp8, precision={"compute": Compute.bf16})
     found = []
     for name, config in (("fp8", over_fp8), ("bf16", in_bf16)):
