@@ -25,7 +25,7 @@ from tunebook.model.adapters import adapter_config, see_without_gradients
 from tunebook.model.processor import load_image_processor
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.plan.architecture import read_facts
-from tunebook.train.image_batches import ImageCollator
+from tunebook.train.image_batches import ImageCollator, image_workers
 
 from .conftest import base_config, losses, same_weights, weights
 
@@ -239,3 +239,10 @@ def test_a_batch_without_an_image_gets_one_that_changes_no_loss(model_folder):
     with torch.no_grad():
         expected, loss = model(**plain).loss, model(**filled).loss
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "workers"), [(16, 1, 8), (32, 8, 3), (2, 4, 1)])
+def test_ranks_share_the_cores_that_read_images(cores, ranks, workers, monkeypatch):
+    monkeypatch.setattr("tunebook.train.image_batches.own_cores", lambda: [*range(cores)])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert image_workers() == workers

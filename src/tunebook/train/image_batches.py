@@ -20,7 +20,7 @@ from tunebook.processes import own_cores
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MOST_WORKERS = 8  # of a rank; SmolVLM2's images take 0.25 s of a core each, and a GPU would wait for two
+_MOST_WORKERS = 8  # of a rank; with two a GPU waited for SmolVLM2's images, which take 0.25 s of a core each
 Rows = list[dict[str, Any]]
 Collate = Callable[[Rows], dict[str, Any]]
 
