@@ -1,8 +1,8 @@
 """Run many commands that train on one GPU machine: several get ready at once and are timed one after the other.
 
 A short run spends most of its time on imports, data, weights and compilation. These overlap, as far as the planned
-memory of all fits on the GPU. After its warm-up a run waits until no other is getting ready on its GPUs; then it has
-them to itself until it ends. The other end is `turns.py`, for Tunebook's ranks by `gpu_turns/sitecustomize.py`.
+memory of all fits on the GPU. After its warm-up a run waits until no other gets ready or evaluates on its GPUs; then
+its ranks have them to themselves. The other end is `turns.py`, for Tunebook's ranks by `gpu_turns/sitecustomize.py`.
 Each run that ends appends one JSON line to OUTPUT/results.jsonl; its small files are in OUTPUT/logs.tgz.
 """
 
@@ -67,6 +67,10 @@ class _Running:
         word = {"go": "ready", "alone": "warm"}[answer]
         said = list(self.turn.glob(f"{word}-*"))
         return len(said) == len(self.job.gpus) and not (self.turn / answer).exists()
+
+    def is_timed(self) -> bool:
+        """Whether its ranks have the GPUs to themselves. An evaluation after the training does not."""
+        return self.timed is not None and len(list(self.turn.glob("ended-*"))) < len(self.job.gpus)
 
     def busy_since(self) -> float | None:
         """When it began to get ready, or to be timed; None while it waits."""
@@ -140,7 +144,7 @@ class GpuQueue:
             if run.waits_to("go"):
                 others = self._sharing(run)
                 fits = sum(other.job.gpu_gib for other in others) + run.job.gpu_gib <= self.max_gpu_gib or not others
-                if fits and not any(other.timed for other in others) and not reserved & set(run.job.gpus):
+                if fits and not any(other.is_timed() for other in others) and not reserved & set(run.job.gpus):
                     run.went = time.monotonic()
                     (run.turn / "go").touch()
                 else:

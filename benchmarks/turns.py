@@ -21,6 +21,11 @@ def wait_for_gpus() -> None:
     _say_and_wait("ready", "go")
 
 
+def end_training() -> None:
+    """To be called by a rank that has finished: an evaluation follows, which is not timed."""
+    _say("ended")
+
+
 def end_of_step(steps: int) -> None:
     """To be called by every rank after each step. Waits before the last step of the warm-up, whose time grows by that.
 
@@ -49,9 +54,11 @@ def end_steps_with(owner: Any, method: str) -> None:
 
 
 def _say_and_wait(word: str, answer: str) -> None:
-    if FOLDER not in os.environ:
-        return
-    folder = Path(os.environ[FOLDER])
-    (folder / f"{word}-{os.environ.get('RANK', '0')}").touch()
-    while not (folder / answer).exists():
+    _say(word)
+    while FOLDER in os.environ and not (Path(os.environ[FOLDER]) / answer).exists():
         time.sleep(_POLL_S)
+
+
+def _say(word: str) -> None:
+    if FOLDER in os.environ:
+        (Path(os.environ[FOLDER]) / f"{word}-{os.environ.get('RANK', '0')}").touch()

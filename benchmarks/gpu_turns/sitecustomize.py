@@ -48,7 +48,9 @@ class _RankFinder(importlib.abc.MetaPathFinder):
                 if "TUNEBOOK_BENCH_UNSAVED" in os.environ:
                     (folder / ".unsaved").touch()
                 turns.wait_for_gpus()
-                return run_rank(folder, *rest)
+                result = run_rank(folder, *rest)
+                turns.end_training()
+                return result
 
             module.run_rank = wait_and_run
 
