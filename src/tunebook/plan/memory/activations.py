@@ -21,7 +21,7 @@ from tunebook.parallel import deepspeed, fsdp
 from tunebook.plan.answers import answered
 from tunebook.plan.images import PlannedImages, planned_images
 from tunebook.plan.memory.ledger import Moment
-from tunebook.plan.memory.states import bytes_per_weight
+from tunebook.plan.memory.states import bytes_per_weight, offloads_parameters
 
 if TYPE_CHECKING:
     from tunebook.plan.memory.fake_step import FakeStep
@@ -242,7 +242,8 @@ def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
         one_pass_head=bool(config.model.one_pass_head),
         accumulates=accumulates and not strategy.divides_gradients,
         gradients="unit" if strategy.is_fsdp else "sent" if strategy.zero_stage in (2, 3) else "held",
-        zero3_linear=strategy.is_zero3 and world_size(config) > 1,
+        # A single rank that fetches its parameters from the host held no more than with PyTorch's function: measured.
+        zero3_linear=strategy.is_zero3 and (world_size(config) > 1 or not offloads_parameters(config)),
         fp32_between_layers=strategy.is_fsdp and fsdp.uses_autocast(config),
         liger=config.model.liger_kernel,
         fp8=config.precision.compute is Compute.fp8,
