@@ -29,7 +29,7 @@ SCORES = (  # label, file, names of its runs
     ("Yes-or-no questions, LoRA on fp8", "h200_learning", r"lora_fp8_\d+"),
     ("Yes-or-no questions, QLoRA", "h200_learning", r"qlora_\d+"),
     ("Tool calls", "h100_hopper_image", r"smollm2_135m_tools-\d+"),
-    ("Preferred answers, DPO", "h200_learning", r"dpo_\d+"),
+    ("Preferred answers, DPO", "h200_learning", r"dpo_\d+(_compiled.*)?"),
 )
 _SMALLEST_GIB = 1  # smaller runs compare losses of tiny models
 _BAND = 0.1

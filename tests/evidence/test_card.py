@@ -66,6 +66,10 @@ def test_the_picture_stands_alone_and_holds_the_curve(evidence: Path) -> None:
     assert paths[0].count("L") == len(curve()) - 1
 
 
+def test_the_picture_says_what_the_loss_is_of(make_run: MakeRun, record: Record) -> None:
+    assert ">loss per pair<" in plot_file(record(make_run("method=dpo"), make_run("method=dpo"))).read_text()
+
+
 @pytest.mark.parametrize("text", [None, "# mine\n\nWhat it is.\n"])
 def test_a_card_without_the_heading_gets_it(card: Path, make_run: MakeRun, record: Record, text: str | None) -> None:
     card.unlink()

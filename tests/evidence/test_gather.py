@@ -70,6 +70,19 @@ def test_a_score_comes_with_that_of_clean_items(make_run: MakeRun) -> None:
     assert found == {**counts, "value": 0.5, "stderr": 0.2}
 
 
+def test_preferences_have_the_share_of_held_out_pairs_that_are_right(make_run: MakeRun) -> None:
+    counts = {"validation": {"num_documents": 100}}
+    changed = {"dataset": {"records": [], "fingerprint": "4" * 64, "content_sha256": "3" * 64, "counts": counts}}
+    run = make_run("method=dpo", validation={30: 0.6, 60: 0.5}, manifest=changed)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"validation_reward_accuracy": line["step"] / 100} if "validation_loss" in line else {}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    score = read_facts(run).results.scores["validation_reward_accuracy"]
+    assert (score.value, score.num_items) == (0.6, 100)
+    assert score.stderr == pytest.approx(0.049, abs=1e-4)
+
+
 def test_an_unfinished_run_is_refused_and_can_be_resumed(make_run: MakeRun) -> None:
     run = make_run(manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
     with pytest.raises(RequestError, match=r"\(stopped: stopped by SIGTERM\); name a run that has, or resume"):

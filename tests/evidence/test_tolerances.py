@@ -9,7 +9,7 @@ import pytest
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.frozen import plain_config
 from tunebook.evidence.compare import Verdict
-from tunebook.evidence.schema import Results, read_evidence
+from tunebook.evidence.schema import Results, Score, read_evidence
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, loss_differences, tolerance_of
 
 from .conftest import MakeRun, Record, curve, rows_of
@@ -39,6 +39,12 @@ def test_the_tolerance_is_three_times_what_repeated_runs_differ_by(make_run: Mak
     assert found.tolerances["loss"].value == pytest.approx(3 * apart, rel=0.05)
     assert found.tolerances["score:words"].value == pytest.approx(0.12, rel=1e-2)
     assert "the runs differ by up to 0.0023; 3 times that, at least 1e-05" in found.tolerances["loss"].how
+
+
+def test_a_score_of_100_percent_may_differ_by_three_items() -> None:
+    score = Score(metric="acc", value=1.0, stderr=0.0, num_items=100)
+    found = compute_tolerances([results(1000.0).model_copy(update={"scores": {"words": score}})] * 2, plain_config())
+    assert found["score:words"].value == pytest.approx(0.03)
 
 
 def test_each_part_of_the_curve_has_its_own_tolerance(make_run: MakeRun, record: Record) -> None:

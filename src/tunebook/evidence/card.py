@@ -11,6 +11,7 @@ from tunebook.config.override_text import command_words, shell_command
 from tunebook.evidence.schema import Evidence, Kind, read_evidence
 from tunebook.evidence.target import describe_target, recorded_text
 from tunebook.evidence.tolerances import LOSS, SPEED
+from tunebook.facts.methods import recorded_method
 from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import SMOOTH_FROM, Chart, Line, Point, outlier_ceiling, smooth
 
@@ -119,7 +120,8 @@ def draw(evidence: Evidence) -> str:
         smoothed, _ = smooth(points)
         lines = [Line(name="each step", points=points, stroke="faint"), Line(name="mean", points=smoothed)]
     ceiling = outlier_ceiling(evidence.results.losses)
-    text = str(Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling).draw(720, 280))
+    label = recorded_method(evidence.inputs.config).loss_label
+    text = str(Chart(title="Loss", y_label=label, lines=lines, ceiling=ceiling).draw(720, 280))
     text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
     opening, rest = text.split(">", 1)
     return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from tunebook.config.identity import comparable_config, config_hash
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import Hardware, Inputs, Lock, Results, RunDescription, Score, Software
+from tunebook.facts.methods import recorded_method
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
 from tunebook.record.manifest import RunState, read_manifest
@@ -144,8 +146,19 @@ class RunFacts:
             memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
             planned_memory_gib=(plan.get("memory_gib") or {}).get("allocated") if is_estimate else None,
             validation_loss=summary.best_validation_loss,
-            scores={name: _score(record, name, task) for name, task in tasks.items()},
+            scores={name: _score(record, name, task) for name, task in tasks.items()} | self._held_out_score(),
         )
+
+    def _held_out_score(self) -> dict[str, Score]:
+        """The method's score on the validation part, of the last weights or of the best if those were loaded."""
+        name, validation = recorded_method(self.record.config).score, self.record.validation
+        if name is None or not validation:
+            return {}
+        best = self.record.status.get("best_step")
+        line = next((line for line in validation if line["step"] == best), validation[-1])
+        value, num_items = line[f"validation_{name}"], self.manifest["dataset"]["counts"]["validation"]["num_documents"]
+        stderr = math.sqrt(value * (1 - value) / num_items)
+        return {f"validation_{name}": Score(metric="share", value=value, stderr=stderr, num_items=num_items)}
 
 
 def read_facts(folder: Path) -> RunFacts:

@@ -130,12 +130,12 @@ class Results(Section):
     """The measured results."""
 
     steps: list[int] = Field(min_length=1)  # optimizer steps whose loss was logged
-    losses: list[float] = Field(min_length=1)  # loss per trained token at these steps
+    losses: list[float] = Field(min_length=1)  # at these steps: per trained token, or per pair
     tokens_per_second_per_gpu: float | None  # real tokens, median after warming up
     memory_gib: float | None  # peak of the rank with the highest peak
     planned_memory_gib: float | None  # the plan's estimate
     validation_loss: float | None = None  # the best; None without a validation part, and in older files
-    scores: dict[str, Score]  # by task
+    scores: dict[str, Score]  # by task; the method's own by the name of its metric
 
 
 class Tolerance(Section):

@@ -80,8 +80,9 @@ def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, 
         reached = [results.scores[task].value for results in runs if task in results.scores]
         spreads = [abs(first - second) for first, second in combinations(reached, 2)]
         if len(reached) == len(runs):
-            name = f"score, {_STDERRS:g} standard errors"
-            tolerances[score_key(task)] = _tolerance(spreads, _STDERRS * (score.stderr or 0.0), name, is_relative=False)
+            name = f"score, {_STDERRS:g} standard errors or items"
+            floor = _STDERRS * max(score.stderr or 0.0, 1 / score.num_items)  # the error of 0% and 100% is given as 0
+            tolerances[score_key(task)] = _tolerance(spreads, floor, name, is_relative=False)
     for key, values, floor, name in (
         (SPEED, [results.tokens_per_second_per_gpu for results in runs], _SPEED_FLOOR, "tokens per second and GPU"),
         (MEMORY, [results.memory_gib for results in runs], _MEMORY_FLOOR, "peak memory"),

@@ -7,7 +7,9 @@ this table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
@@ -37,6 +39,7 @@ class MethodFacts:
     has_dropout: bool = True
     has_reference: bool = False  # adapters are switched off for one more forward pass of each pair
     loss_label: str = "loss per trained token"
+    score: str | None = None  # of `metrics`: a share of the held-out documents, which evidence keeps
     metrics: dict[str, Metric]
 
     @property
@@ -55,6 +58,7 @@ METHODS: dict[str, MethodFacts] = {
         has_dropout=False,
         has_reference=True,
         loss_label="loss per pair",
+        score="reward_accuracy",
         metrics={
             "reward_accuracy": Metric(chart="Pairs that are right", line="by their rewards", y_label="share of pairs"),
             "reference_accuracy": Metric(
@@ -89,3 +93,8 @@ def method_facts(config: RunConfig) -> MethodFacts:
             f"method.name={config.method.name}: there is no such method; type {names}", problem_id="method-unknown"
         )
     return METHODS[config.method.name]
+
+
+def recorded_method(config: Mapping[str, Any]) -> MethodFacts:
+    """The facts of the method of a configuration in a run folder or in evidence; older files name none."""
+    return METHODS[config.get("method", {}).get("name", "sft")]

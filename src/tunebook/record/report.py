@@ -20,11 +20,12 @@ from markupsafe import Markup
 from tunebook import __version__
 from tunebook.config.override_text import as_typed
 from tunebook.errors import RequestError
+from tunebook.facts.methods import recorded_method
 from tunebook.files import atomic_write_text
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.locks import describe_differences
-from tunebook.record.page.charts import facts_of, loss_charts, other_charts
+from tunebook.record.page.charts import loss_charts, other_charts
 from tunebook.record.page.numbers import Unit, format_count, format_value
 from tunebook.record.page.overview import (
     build_prediction,
@@ -91,7 +92,7 @@ def render_run(record: RunRecord) -> str:
             title=title_of(record),
             unit=speed_unit(record),
             recipe=recipe_of(record),
-            documents=facts_of(record).reads,
+            documents=recorded_method(record.config).reads,
             machine=describe_machine(record),
             took=describe_duration(summary),
             main_score=main_score(record),

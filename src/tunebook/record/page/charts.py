@@ -18,7 +18,7 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
-from tunebook.facts.methods import METHODS, MethodFacts
+from tunebook.facts.methods import recorded_method
 from tunebook.record.page.numbers import Unit, format_value, tick_labels
 from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
@@ -235,7 +235,7 @@ def _template() -> Template:
 
 def loss_charts(record: RunRecord) -> list[Chart]:
     """Training loss, raw and smoothed, with validation; its second half again if the first half flattens it."""
-    raw, values, label = record.points("loss"), record.values("loss"), facts_of(record).loss_label
+    raw, values, label = record.points("loss"), record.values("loss"), recorded_method(record.config).loss_label
     if not raw:
         return []
     every, middle = record.log_every_steps, len(raw) // 2
@@ -286,15 +286,10 @@ def _simple_charts(record: RunRecord) -> list[Chart]:
     return charts
 
 
-def facts_of(record: RunRecord) -> MethodFacts:
-    """The facts of a run's method."""
-    return METHODS[record.config.get("method", {}).get("name", "sft")]
-
-
 def _method_charts(record: RunRecord) -> list[Chart]:
     """The curves that only the run's method has, with those of the validation."""
     charts: dict[str, Chart] = {}
-    for name, metric in facts_of(record).metrics.items():
+    for name, metric in recorded_method(record.config).metrics.items():
         chart = charts.setdefault(metric.chart, Chart(title=metric.chart, y_label=metric.y_label, lines=[]))
         color = sum(line.stroke == "strong" for line in chart.lines)
         chart.lines.append(Line(name=metric.line, points=record.points(name), color=color))
