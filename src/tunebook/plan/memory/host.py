@@ -30,8 +30,8 @@ from tunebook.plan.memory.ledger import page_locked
 from tunebook.plan.memory.states import bytes_per_weight, paged_bytes, shard_counts, state_bytes_with_offloaded
 
 # The resident memory of a rank after all imports and the rendezvous, before it loads a model: of a CPU build of torch
-# 2.13 (loading_memory), and of a CUDA build, whose libraries are larger: 1.8 to 2.9 GiB (h200x2_host_memory).
-PROCESS_BYTES, GPU_PROCESS_BYTES = 418 * 2**20, 2 * GIB
+# 2.13, and of a CUDA build, whose libraries are larger: 1.8 to 2.9 GiB (h200x2_host_memory).
+PROCESS_BYTES, GPU_PROCESS_BYTES = 502 * 2**20, 2 * GIB
 # DeepSpeed 0.19.8, runtime/zero/offload_config.py: buffers between host and NVMe, and what else stays on the host.
 _PARAMETER_BUFFERS, _PARAMETER_BUFFER_ELEMENTS, _MAX_IN_CPU = 5, 100_000_000, 1_000_000_000
 _OPTIMIZER_BUFFERS, _SUB_GROUP_ELEMENTS = 4, 1_000_000_000
