@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
+from PIL import Image
 from torch.utils.data import SequentialSampler
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
@@ -221,6 +222,25 @@ def test_a_frozen_tower_is_not_recomputed_and_gradients_are_the_same(qwen, pictu
 
 def part_of(name):
     return "projector" if "merger" in name else "vision" if "visual" in name else "language"
+
+
+def test_pixels_in_the_format_of_the_computation_give_the_same_logits(model_folder):
+    """Half the bytes, and no other number: the first layer rounds them so."""
+    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(ModelConfig(path=str(model_folder)))
+    processor = load_image_processor(ModelConfig(path=str(model_folder)), tokenizer)
+    collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
+    ids, blank = processor.blank()
+    noise = np.random.default_rng(0).integers(0, 256, (*blank.size[::-1], 3), dtype=np.uint8)
+    row = {"input_ids": np.array(ids), "labels": np.array(ids), "seq_lengths": [len(ids)]}
+    batches = [
+        ImageCollator(collate, processor, dtype=dtype).with_images([dict(row)], [Image.fromarray(noise)])
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert [batch["pixel_values"].dtype for batch in batches] == [torch.float32, torch.bfloat16]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, logits = (model(**batch).logits for batch in batches)
+    assert torch.equal(logits, expected)
 
 
 def test_a_batch_without_an_image_gets_one_that_changes_no_loss(model_folder):

@@ -7,12 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Compute, MasterWeights, PeftMethod
+from tunebook.config.choices import MasterWeights, PeftMethod
 from tunebook.config.model_facts import frozen_modules, is_in_modules, unreached_of
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import EMBEDDINGS, adapts_parameters, last_name
+from tunebook.model.parameters import EMBEDDINGS, adapts_parameters, compute_dtype, last_name
 from tunebook.model.weight_files import Shapes, read_shapes, require_complete
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def four_bit(config: RunConfig) -> Any:
     from transformers import BitsAndBytesConfig
 
     make: Any = BitsAndBytesConfig  # untyped upstream
-    computed = {Compute.fp32: torch.float32, Compute.fp16: torch.float16}.get(config.precision.compute, torch.bfloat16)
+    computed = compute_dtype(config)
     return make(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -1,13 +1,17 @@
-"""The numbers of parameters in the parts of a model, and how many are trained."""
+"""The numbers of parameters in the parts of a model, how many are trained, and their format in the computation."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tunebook.config.choices import ModelPart, PeftMethod
+from tunebook.config.choices import Compute, ModelPart, PeftMethod
 from tunebook.config.model_facts import LayerFacts, ModelFacts
 from tunebook.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,3 +216,10 @@ def _adapter_parameters(config: RunConfig, facts: ModelFacts, *, without: Set[st
     in_layers = in_part.pop(ModelPart.language, 0)
     outside = peft.rank * (facts.vocab_size + facts.hidden_size) + peft.use_dora * facts.hidden_size
     return others * outside + round(of_layers(facts, in_layers)) + sum(in_part.values())
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """The number format of the forward pass; fp8 runs keep bf16 around the fp8 products."""
+    import torch
+
+    return {Compute.fp32: torch.float32, Compute.fp16: torch.float16}.get(config.precision.compute, torch.bfloat16)

@@ -11,7 +11,7 @@ from typing import Any
 from tunebook.files import cache_root, remember, sha256_text
 from tunebook.train.requirements import installed_version
 
-_FORM = 12  # increase when the answer to the same question changes, so that cached answers are not reused
+_FORM = 13  # increase when the answer to the same question changes, so that cached answers are not reused
 _PACKAGES = ("torch", "transformers", "peft", "trl")
 _known: dict[Path, Any] = {}  # in this process, by the file that keeps it
 _announced: set[str] = set()

@@ -54,8 +54,11 @@ class PlannedImages:
         backend: Any = tokenizer.backend_tokenizer
         return len(backend.encode(text, add_special_tokens=False).ids)
 
-    def inputs(self, number: int) -> dict[str, torch.Tensor]:
-        """The model's inputs for so many images. Raises: RequestError for settings that transformers refuses."""
+    def inputs(self, number: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The model's inputs for so many images, with pixels in `dtype`.
+
+        Raises: RequestError for settings that transformers refuses.
+        """
         from PIL import Image
         from transformers import AutoImageProcessor
 
@@ -71,7 +74,8 @@ class PlannedImages:
         except ValueError:  # its proportions, with which the preparation refuses the document or leaves it out
             side = isqrt(self.size[0] * self.size[1])
             found = processor(images=[Image.new("RGB", (side, side))] * number, return_tensors="pt")
-        return {name: value for name, value in found.items() if hasattr(value, "dtype")}
+        tensors = {name: value for name, value in found.items() if hasattr(value, "dtype")}
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def planned_images(config: RunConfig) -> PlannedImages | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tunebook.config.choices import ModelPart
 from tunebook.config.schema import RunConfig
@@ -41,10 +42,20 @@ class ImageCollator:
 
     With `needs_image`, a batch without an image gets a small one after the end of its first row. The loss does not
     count it, and no token before it sees it.
+
+    Pixels are in `dtype`, the number format in which the first layer reads them: they pass through shared memory and a
+    page-locked copy, 0.2 GB for four documents of SmolVLM2 in fp32.
     """
 
-    def __init__(self, collate: Collate, processor: ImageProcessor, *, needs_image: bool = False) -> None:
-        self._collate, self.processor, self._needs_image = collate, processor, needs_image
+    def __init__(
+        self,
+        collate: Collate,
+        processor: ImageProcessor,
+        *,
+        needs_image: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._collate, self.processor, self._needs_image, self._dtype = collate, processor, needs_image, dtype
 
     def __call__(self, rows: Rows) -> dict[str, Any]:
         """The batch of tokens, with pixels and the kinds of tokens as the model reads them."""
@@ -57,7 +68,10 @@ class ImageCollator:
             images, rows = [blank], [_extended(rows[0], ids), *rows[1:]]
         batch = self._collate(rows)
         batch |= self.processor.token_types(batch["input_ids"])
-        return batch | self.processor.pixels(images) if images else batch
+        if images:
+            pixels = self.processor.pixels(images).items()
+            batch |= {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in pixels}
+        return batch
 
 
 def _extended(row: dict[str, Any], ids: list[int]) -> dict[str, Any]:

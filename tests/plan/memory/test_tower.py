@@ -49,8 +49,8 @@ def _tiny(family: str, config: Any, folder: Any) -> Any:
 
 def _in_fake_step(config: Any, architecture: Any, images: Any, mode: Mode = MODE) -> Any:
     step = FakeStep(config, architecture, mode)
-    features, _ = step.run_tower(images.inputs(1))
-    return step.run(mode, ROWS, TOKENS, images.inputs(IMAGES), IMAGES * features).at
+    features, _ = step.run_tower(images.inputs(1, torch.float32))
+    return step.run(mode, ROWS, TOKENS, images.inputs(IMAGES, torch.float32), IMAGES * features).at
 
 
 def _in_real_step(config: Any, architecture: Any, images: Any) -> int:
@@ -70,8 +70,8 @@ def _in_real_step(config: Any, architecture: Any, images: Any) -> int:
 
     tower = model.model.get_image_features
     model.model.get_image_features = lambda *args, **kwargs: returned.append(tower(*args, **kwargs)) or returned[0]
-    pixels = images.inputs(IMAGES)
-    features = IMAGES * FakeStep(config, architecture, MODE).run_tower(images.inputs(1))[0]
+    pixels = images.inputs(IMAGES, torch.float32)
+    features = IMAGES * FakeStep(config, architecture, MODE).run_tower(images.inputs(1, torch.float32))[0]
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     ids.view(-1)[:features] = architecture.image_token_id
     types = {"token_type_ids": torch.zeros_like(ids)} if architecture.model_type == "gemma3" else {}
@@ -127,7 +127,7 @@ def test_a_recomputed_tower_keeps_less(sound, tmp_path):
 def test_tokens_and_flops_of_an_image(tiny):
     """Products take 2 FLOPs for each number of a weight and patch, attention 4 for each pair and number of a head."""
     config, architecture, images = tiny
-    features, flops = FakeStep(config, architecture, MODE).run_tower(images.inputs(1))
+    features, flops = FakeStep(config, architecture, MODE).run_tower(images.inputs(1, torch.float32))
     # Patches of 14 or 16 pixels in squares of four; 4 tokens an image; 4 tiles and the whole image, 4 tokens each.
     expected = {"qwen2_5_vl": 3 * 2, "qwen3_vl": 3 * 2, "gemma3": 4, "smolvlm": 5 * 4}
     assert features == expected[architecture.model_type]

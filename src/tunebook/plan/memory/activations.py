@@ -17,6 +17,7 @@ from tunebook.facts.attention import attention_facts
 from tunebook.facts.methods import method_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import config_file
+from tunebook.model.parameters import compute_dtype
 from tunebook.parallel import deepspeed, fsdp
 from tunebook.plan.answers import answered
 from tunebook.plan.images import PlannedImages, planned_images
@@ -98,7 +99,7 @@ def activations_of(config: RunConfig, *, accumulates: bool) -> Activations:
     images, number = planned_images(config), images_of_a_pass(config)
 
     def run() -> dict[str, Any]:
-        pixels = images.inputs(number) if images is not None and number else {}
+        pixels = images.inputs(number, compute_dtype(config)) if images is not None and number else {}
         features = number * image_cost(config, images).features if images is not None and number else 0
         found = _fake_step(config, mode, shape).run(mode, *shape, pixels, features)
         return {
@@ -121,7 +122,7 @@ def image_cost(config: RunConfig, images: PlannedImages) -> ImageCost:
     mode, shape = mode_of(config, accumulates=False), shape_of(config)
 
     def run() -> dict[str, Any]:
-        features, flops = _fake_step(config, mode, shape).run_tower(images.inputs(1))
+        features, flops = _fake_step(config, mode, shape).run_tower(images.inputs(1, compute_dtype(config)))
         return {"tokens": images.tokens(config) or features, "features": features, "flops": flops}
 
     model = _built(config, mode)

@@ -15,6 +15,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from tunebook.errors import RequestError
+from tunebook.model.parameters import compute_dtype
 from tunebook.model.processor import load_image_processor
 from tunebook.train.image_batches import ImageCollator, image_workers, needs_image_in_each
 from tunebook.train.methods.trainer import MethodTrainer, Run
@@ -34,8 +35,9 @@ def build(run: Run, **arguments: Any) -> RecipeTrainer:
         config, tokenizer = run.config, arguments["processing_class"]
         processor = load_image_processor(config.model, tokenizer, config.dataset.max_image_pixels)
         trainer.num_loader_workers = image_workers()
-        needs_image = needs_image_in_each(config)
-        trainer.data_collator = ImageCollator(trainer.data_collator, processor, needs_image=needs_image)
+        trainer.data_collator = ImageCollator(
+            trainer.data_collator, processor, needs_image=needs_image_in_each(config), dtype=compute_dtype(config)
+        )
     return trainer
 
 
