@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,27 @@ def test_a_broken_processor_is_named(settings: str, draft: Any, qwen: Path, tmp_
     made = draft([[(28, 28)]], model=folder)
     assert made.error is not None and made.error.problem_id == "model-without-images"
     assert str(folder) in made.error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "keys", "value"),
+    [
+        ("qwen3_vl", "preprocessor_config.json", ["patch_size"], "16"),
+        ("qwen3_vl", "processor_config.json", ["image_processor", "merge_size"], 0),
+        ("smolvlm", "processor_config.json", ["image_seq_len"], None),
+    ],
+)
+def test_a_processor_with_a_setting_of_a_wrong_type_is_refused(
+    kind: str, name: str, keys: list[str], value: Any, draft: Any, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "broken", FAMILIES[kind], has_weights=False)
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    stated = json.loads((folder / name).read_text()) | ({"image_processor": images} if len(keys) > 1 else {})
+    reduce(lambda settings, key: settings[key], keys[:-1], stated)[keys[-1]] = value
+    (folder / name).write_text(json.dumps(stated))
+    made = draft([[(28, 28)]], model=folder)
+    assert made.error is not None and made.error.problem_id == "model-without-images"
+    assert f"{folder} has no processor" in made.error.message
 
 
 def test_an_image_that_cannot_be_read_is_still_one(draft: Any, tmp_path: Path) -> None:

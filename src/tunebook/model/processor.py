@@ -6,8 +6,10 @@ processor has no part for these here. The tokens of an image follow from its siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.schema import ModelConfig
@@ -87,33 +89,50 @@ class ImageProcessor:
 def load_image_processor(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, max_pixels: int | None = None
 ) -> ImageProcessor:
-    """The processor in the folder of a model's tokenizer. Raises: RequestError for a model without one."""
+    """The processor in the folder of a model's tokenizer. Raises: RequestError for a model without one that works."""
+    folder = tokenizer_folder(model)
+    with usable_processor(folder):
+        processor = ImageProcessor(_load(folder, tokenizer), max_pixels, (model, tokenizer, max_pixels))
+        processor.text_of_size(_SMALL)
+    return processor
+
+
+def _load(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
     import transformers
-    from transformers import AutoConfig, AutoImageProcessor, ProcessorMixin
+    from transformers import AutoConfig, ProcessorMixin
     from transformers.models.auto import processing_auto
 
-    folder = str(tokenizer_folder(model))
+    stated = ProcessorMixin.get_processor_dict(str(folder))[0]
+    image_processor = load_resizer(folder)
+    named = stated.get("processor_class")
+    kinds: Any = processing_auto
+    named = named or kinds.PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
+    kind: Any = getattr(transformers, _SAME_IMAGES.get(named, named))
+    unchecked: Any = type(named, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    parts = {"tokenizer": tokenizer, "image_processor": image_processor, "video_processor": None}
+    return unchecked.from_args_and_dict([parts[name] for name in kind.get_attributes()], stated)
+
+
+def load_resizer(folder: Path) -> Any:
+    """The part of a folder's processor that makes tensors of images, which has made one of a small image."""
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    loader: Any = AutoImageProcessor  # untyped upstream
+    image_processor = loader.from_pretrained(folder, backend="pil")
+    image_processor(images=[Image.new("RGB", _SMALL)], return_tensors="pt")
+    return image_processor
+
+
+@contextmanager
+def usable_processor(folder: Path) -> Iterator[None]:
+    """Name the folder of a model without a processor for images, or with a broken one. Raises: RequestError."""
     try:
-        stated = ProcessorMixin.get_processor_dict(folder)[0]
-        loader: Any = AutoImageProcessor  # untyped upstream
-        image_processor = loader.from_pretrained(folder, backend="pil")
-        named = stated.get("processor_class")
-        kinds: Any = processing_auto
-        named = named or kinds.PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
-        kind: Any = getattr(transformers, _SAME_IMAGES.get(named, named))
-        unchecked: Any = type(named, (kind,), {"check_argument_for_proper_class": lambda *_: None})
-        parts = {"tokenizer": tokenizer, "image_processor": image_processor, "video_processor": None}
-        processor = unchecked.from_args_and_dict([parts[name] for name in kind.get_attributes()], stated)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise unusable_processor(folder, error) from error
-    return ImageProcessor(processor, max_pixels, (model, tokenizer, max_pixels))
-
-
-def unusable_processor(folder: str, error: Exception) -> RequestError:
-    """The error for a model's folder without a processor for images, or with a broken one."""
-    return RequestError(
-        f"there are images, and {folder} has no processor for them that can be used ({first_line(error)}); "
-        "name a model that reads images, with its preprocessor_config.json, such as model=qwen25_vl_3b, or data "
-        "without images",
-        problem_id="model-without-images",
-    )
+        yield
+    except Exception as error:  # transformers raises anything for a setting of another type
+        raise RequestError(
+            f"there are images, and {folder} has no processor for them that can be used "
+            f"({type(error).__name__}: {first_line(error)}); name a model that reads images, with its "
+            "preprocessor_config.json, such as model=qwen25_vl_3b, or data without images",
+            problem_id="model-without-images",
+        ) from error

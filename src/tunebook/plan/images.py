@@ -21,7 +21,7 @@ from tunebook.errors import RequestError
 from tunebook.facts.architectures import IMAGE_PROCESSORS
 from tunebook.model.base_config import config_file
 from tunebook.model.parameters import known_facts
-from tunebook.model.processor import Size, load_image_processor, scaled_size, unusable_processor
+from tunebook.model.processor import Size, load_image_processor, load_resizer, scaled_size, usable_processor
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.tokenizer_files import PROCESSOR_FILES
 
@@ -43,32 +43,31 @@ class PlannedImages:
     folder: str | None  # of the model, with its tokenizer; None: not at hand
 
     def tokens(self, config: RunConfig) -> int | None:
-        """Tokens that the model's own processor writes for an image; None if it is not at hand."""
+        """Tokens that the model's own processor writes for an image; None if it is not at hand.
+
+        Raises: RequestError for one that does not work.
+        """
         if self.folder is None:
             return None
         try:
             tokenizer = load_tokenizer(config.model, is_padded=False)
-            text = load_image_processor(config.model, tokenizer).text_of_size(self.size)
-        except (RequestError, ValueError):
+        except RequestError:
+            return None
+        processor = load_image_processor(config.model, tokenizer)
+        try:
+            text = processor.text_of_size(self.size)
+        except ValueError:
             return None
         backend: Any = tokenizer.backend_tokenizer
         return len(backend.encode(text, add_special_tokens=False).ids)
 
     def inputs(self, number: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The model's inputs for so many images, with pixels in `dtype`.
-
-        Raises: RequestError for settings that transformers refuses.
-        """
+        """The model's inputs for so many images, with pixels in `dtype`."""
         from PIL import Image
-        from transformers import AutoImageProcessor
 
-        loader: Any = AutoImageProcessor  # untyped upstream
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(self.processor))
-            try:
-                processor = loader.from_pretrained(folder, backend="pil")
-            except (ValueError, TypeError) as error:
-                raise unusable_processor(str(self.folder), error) from error
+            processor = load_resizer(Path(folder))
         try:
             found = processor(images=[Image.new("RGB", self.size)] * number, return_tensors="pt")
         except ValueError:  # its proportions, with which the preparation refuses the document or leaves it out
@@ -110,11 +109,10 @@ def _stated_processor(config: RunConfig) -> dict[str, Any] | None:
     published = None if facts is None else IMAGE_PROCESSORS.get(facts.architecture)
     for own in [] if file is None or published is None else [file.with_name(name) for name in PROCESSOR_FILES]:
         if own.is_file():
-            try:
-                read: dict[str, Any] = json.loads(own.read_text(encoding="utf-8"))
-                stated: dict[str, Any] = read.get("image_processor", read)
-            except (ValueError, AttributeError) as error:
-                raise unusable_processor(str(own.parent), error) from error
+            with usable_processor(own.parent):
+                load_resizer(own.parent)
+            read: dict[str, Any] = json.loads(own.read_text(encoding="utf-8"))
+            stated: dict[str, Any] = read.get("image_processor", read)
             if "image_processor_type" in stated:
                 return stated
     return published
