@@ -203,6 +203,7 @@ DRAWN = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": 
         (asked("<image>What?", images=["empty.png"]), "data-image", ["empty.png has no bytes"]),
         (asked("<image>What?", images=["text.png"]), "data-image", ["no image that Pillow knows"]),
         (asked("<image>What?", images=["half.png"]), "data-image", ["half.png", "broken"]),
+        (asked("<image>What?", images=["wide.tiff"]), "data-image", ["wide.tiff", "32 bits"]),
         (asked("<image>What?", images=["large.png"]), "data-image", ["too large", "10,000 x 10,000"]),
         (asked("<image>What?", images=["huge.png"]), "data-image", ["too large", "89,478,485 pixels"]),
         (asked("<image>What?", image_path="a.png"), "data-media", ["'image_path'", "under 'images'"]),
@@ -236,6 +237,7 @@ def test_an_image_that_cannot_be_used_names_line_and_turn(
     for name in ("large.png", "huge.png"):
         (folder / name).symlink_to(large_images / name)
     draw_image(0, 1, 300).save(folder / "thin.png")
+    Image.new("F", (28, 28), 0.5).save(folder / "wide.tiff")
     with pytest.raises(DataError) as caught:
         prepare(data(qwen_folder, [asked("Hi"), document]))
     assert caught.value.problem_id == problem_id

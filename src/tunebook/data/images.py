@@ -38,6 +38,7 @@ MARK = "<image>"  # in the text of a document that has IMAGE_KEYS
 IMAGE_KEYS = ("images", "image")
 _VALUE_KEYS = ("bytes", "url", "path", "image", "image_url", "file", "base64")  # of an image that is an object
 _MOST_PIXELS = 89_478_485  # Pillow's own limit against files that would fill the memory
+_NO_RANGE = ("I", "F")  # modes of Pillow, which would cut their values at 0 and 255
 _MOST_BYTES = 100 * 2**20  # of a download
 _DOWNLOAD_TIMEOUT_S = 30
 _LONGEST_EDGE = 256  # pixels of a thumbnail
@@ -132,6 +133,12 @@ def check_image(data: bytes, name: str, place: str) -> Size:
                 raise DocumentError(
                     f"{place} is too large: {name} has {width:,} x {height:,} pixels, and at most {_MOST_PIXELS:,} in "
                     "all are read; scale it down",
+                    problem_id=_BAD,
+                )
+            if image.mode in _NO_RANGE:
+                raise DocumentError(
+                    f"{place}: {name} has one number of 32 bits for each pixel, and nothing says which is white; save "
+                    "it with 8 or 16 bits",
                     problem_id=_BAD,
                 )
             return ImageOps.exif_transpose(image).size  # reads all of it
