@@ -160,6 +160,10 @@ def test_missing_files_end_a_plan_as_they_end_the_training(capsys: Any, tmp_path
     with pytest.raises(DataError, match="type method=dpo"):
         plan_command("qwen3b_zero2", words, [], Console(width=200))
     assert "for another method; planned without it" in capsys.readouterr().out
+    (tmp_path / "mine.jsonl").write_text('{"text": "a"}\n')
+    parts = ["dataset=mixture", *(f"dataset.parts.{name}.path={tmp_path}/{name}.jsonl" for name in ("mine", "their"))]
+    with pytest.raises(DataError, match="type method=dpo"):
+        plan_command("qwen3b_zero2", [words[0], *parts], [], Console(width=200))
 
 
 def test_a_dry_run_shows_what_a_job_starts_in_containers_and_on_several_nodes(

@@ -60,6 +60,13 @@ class CorpusKind(Enum):
         return self in (CorpusKind.tokens, CorpusKind.token_pair)
 
 
+def way_to_one_kind(kinds: Iterable[CorpusKind]) -> str:
+    """What to do about documents of different kinds in one run."""
+    if len({kind.reads for kind in kinds}) > 1:
+        return "pairs and documents are for different methods, so keep one of them"
+    return "write all as lists of turns, or all as texts"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:
     """One file or split that documents were read from, as the manifest keeps it."""

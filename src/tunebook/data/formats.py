@@ -15,7 +15,7 @@ from typing import Any
 
 from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetSource
-from tunebook.data.corpus import CorpusKind, Row, num_shared
+from tunebook.data.corpus import CorpusKind, Row, num_shared, way_to_one_kind
 from tunebook.data.images import IMAGE_KEYS, ImageReader, place_images
 from tunebook.data.pretokenized import TOKEN_KEYS, read_tokens
 from tunebook.data.problems import DocumentError, KeyAccount, is_empty, type_name
@@ -135,7 +135,10 @@ class Normalizer:
         if self.kind is None:
             self.kind = kind
         elif kind is not self.kind:
-            raise DocumentError(f"a document of kind {kind.value}, but those before it are of kind {self.kind.value}")
+            raise DocumentError(
+                f"a document of kind {kind.value}, but those before it are of kind {self.kind.value}; "
+                f"{way_to_one_kind([kind, self.kind])}"
+            )
         return row
 
     def _convert(self, record: Record) -> tuple[CorpusKind, Row]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, MixturePart
-from tunebook.data.corpus import CONTENT_HASH, Loaded
+from tunebook.data.corpus import CONTENT_HASH, Loaded, way_to_one_kind
 from tunebook.data.problems import Skipped
 from tunebook.errors import DataError, RequestError, counted
 
@@ -58,7 +58,7 @@ def mix(parts: dict[str, Loaded], configs: dict[str, MixturePart]) -> Loaded:
     if len(kinds) > 1:
         listed = ", ".join(f"{name} is {loaded.kind.value}" for name, loaded in parts.items())
         raise DataError(
-            f"the parts of a mixture must hold documents of one kind, but {listed}; bring them to one format first",
+            f"the parts of a mixture must hold documents of one kind, but {listed}; {way_to_one_kind(kinds)}",
             problem_id="mixture-kinds",
         )
     sizes = {name: len(loaded.dataset) for name, loaded in parts.items()}

@@ -20,7 +20,16 @@ from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
 from tunebook.data.conversation import Conversation
-from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Row, SourceRecord, write_rows
+from tunebook.data.corpus import (
+    CONTENT_HASH,
+    Corpus,
+    CorpusKind,
+    Loaded,
+    Row,
+    SourceRecord,
+    way_to_one_kind,
+    write_rows,
+)
 from tunebook.data.files import JSON_SUFFIXES, PARQUET_SUFFIXES, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, detect_format, document_keys, field_templates
 from tunebook.data.images import MARK, ImageReader, Size
@@ -197,7 +206,7 @@ def load_corpus(
     if validation is not None and validation.kind is not train.kind:
         raise DataError(
             f"the validation documents are of kind {validation.kind.value}, the training documents of kind "
-            f"{train.kind.value}; bring them to one format first",
+            f"{train.kind.value}; {way_to_one_kind([validation.kind, train.kind])}",
             problem_id="mixture-kinds",
         )
     notes = [*train.notes, *(validation.notes if validation else []), *_content_notes(config, train, validation)]
@@ -294,12 +303,14 @@ def _first_files(config: DatasetConfig) -> dict[str, Path]:
     return files
 
 
-def first_reads(config: DatasetConfig) -> str | None:
-    """What the first document that can be read is for: documents or pairs, as in `MethodFacts`; None without one."""
+def first_reads(config: DatasetConfig) -> set[str]:
+    """What the first documents of the sources that can be read are for: documents or pairs, as in `MethodFacts`."""
+    reads = set()
     for key, file in _first_files(config).items():
         source = sources_of(config)[key]
         if source.question_template is not None:
-            return "documents"
+            reads.add("documents")
+            continue
         if _is_large_array(file):
             continue
         with suppress(OSError, ValueError, DataError, DocumentError):  # the preparation reports it
@@ -307,8 +318,8 @@ def first_reads(config: DatasetConfig) -> str | None:
             for _, record in islice(records, 1):
                 is_auto = source.format is Format.auto
                 format = detect_format(record, source.text_field) if is_auto else source.format
-                return "pairs" if format is Format.pairs else "documents"
-    return None
+                reads.add("pairs" if format is Format.pairs else "documents")
+    return reads
 
 
 def _is_large_array(file: Path) -> bool:

@@ -142,13 +142,13 @@ def draft_run(
 
 
 def _unusable_data(config: RunConfig) -> DataError | None:
-    """Why a file of the data is missing, or is not for the method, by its first document."""
-    missing, reads = missing_files(config.dataset), first_reads(config.dataset)
-    if missing is None and reads is not None:
-        try:
+    """Why a file of the data is missing, or is not for the method, by the first document of each source."""
+    missing = missing_files(config.dataset)
+    try:
+        for reads in set() if missing else first_reads(config.dataset):
             require_method(config, reads)
-        except DataError as error:
-            return error
+    except DataError as error:
+        return error
     return missing
 
 
