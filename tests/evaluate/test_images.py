@@ -155,6 +155,15 @@ def test_a_missing_image_is_refused_with_its_line(qwen: Path, task_of: Callable[
         require_tasks([str(task)])  # before a training
 
 
+def test_an_image_that_the_model_does_not_take_is_refused_with_its_line(
+    qwen: Path, task_of: Callable[..., Path]
+) -> None:
+    task = task_of(WRITTEN)
+    draw_image(0, 1, 300).save(task.parent / "1.png")
+    with pytest.raises(DataError, match=r"held\.jsonl:2: image 1 of the document, .* has 1 x 300 pixels"):
+        evaluated(qwen, task)
+
+
 def test_a_model_without_a_processor_is_refused_before_its_template(qwen: Path, task_of: Callable[..., Path]) -> None:
     for name in ("preprocessor_config.json", "processor_config.json"):
         (qwen / name).unlink()

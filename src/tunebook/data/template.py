@@ -102,13 +102,13 @@ class ConversationRenderer:
         self._form = TemplateForm(self._template, lambda messages, tools: self._render_messages(messages, tools)[0])
         self._added_lines = cache(self._find_added_lines)
 
-    def prompt(self, conversation: Conversation) -> str:
+    def prompt(self, conversation: Conversation, origin: str = "this prompt") -> str:
         """A conversation as text, with the prompt for the assistant's answer.
 
         Raises: DataError if the template refuses it or leaves a part of it out.
         """
-        text = self._render_or_explain(conversation, "this prompt", add_generation_prompt=True)[0]
-        self._check(find_missing(conversation, text), conversation, "this prompt", ())
+        text = self._render_or_explain(conversation, origin, add_generation_prompt=True)[0]
+        self._check(find_missing(conversation, text), conversation, origin, ())
         return text
 
     def prompt_tokens(self, conversation: Conversation, processor: ImageProcessor | None = None) -> list[int]:

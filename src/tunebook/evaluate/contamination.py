@@ -106,7 +106,7 @@ def _task_question(task: Any, document: Mapping[str, Any]) -> Question:
 def conversation_questions(file: Path, config: RunConfig) -> list[Question]:
     """The items of a file of held-out conversations, in the order in which the harness numbers them."""
     read = read_conversations(file, None, download_images=config.dataset.download_images)
-    return [_question_of(conversation.messages) for conversation, _ in read][: config.evaluation.limit]
+    return [_question_of(held_out.conversation.messages) for held_out in read][: config.evaluation.limit]
 
 
 def document_question(row: Mapping[str, Any]) -> Question:

@@ -86,7 +86,7 @@ def require_tasks(tasks: Iterable[str], *, download_images: bool = False, model:
     resolved = {task: resolve_task(task) for task in tasks}
     for held_out in filter(None, (task.conversations for task in resolved.values())):
         read = read_conversations(held_out, None, download_images=download_images)
-        if model is not None and any(conversation.images() for conversation, _ in read):
+        if model is not None and any(each.conversation.images() for each in read):
             require_image_model(model, f"the conversations of {held_out}")
     remote = [name for name, task in resolved.items() if not task.has_own_data]
     if not remote:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normalizer
@@ -242,15 +242,23 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
     }
 
 
-def with_images(prompt: str, images: Sequence[Mapping[str, Any]], processor: ImageProcessor) -> str:
+def with_images(
+    prompt: str, images: Sequence[Mapping[str, Any]], processor: ImageProcessor, origin: str = "this prompt"
+) -> str:
     """A rendered prompt with all tokens of its images. Raises: DataError."""
-    return write_images(prompt, [], images, processor, "this prompt")[0] if images else prompt
+    return write_images(prompt, [], images, processor, origin)[0] if images else prompt
 
 
-def read_conversations(
-    file: Path, system_prompt: str | None, *, download_images: bool
-) -> list[tuple[Conversation, str | None]]:
-    """Held-out conversations in any trainable format, each with its group if it names one.
+class HeldOut(NamedTuple):
+    """A held-out conversation, its group if it names one, and its file and line."""
+
+    conversation: Conversation
+    group: str | None
+    origin: str
+
+
+def read_conversations(file: Path, system_prompt: str | None, *, download_images: bool) -> list[HeldOut]:
+    """Held-out conversations in any trainable format.
 
     As in training, `system_prompt` is added to those without one. Raises: DataError with every problem.
     """
@@ -261,7 +269,8 @@ def read_conversations(
     for number, record in read_records(file, problems, normalizer.account):
         with problems.noted(number):
             group = record.get(GROUP_KEY)
-            conversations.append((_answered(normalizer.row(record)), None if group is None else str(group)))
+            conversation = _answered(normalizer.row(record))
+            conversations.append(HeldOut(conversation, None if group is None else str(group), f"{file}:{number}"))
     problems.num_documents = len(conversations)
     problems.raise_if_any()
     if not conversations:
@@ -288,15 +297,17 @@ def render_conversations(
 
     conversations = read_conversations(file, system_prompt, download_images=download_images)
     renderer = ConversationRenderer(tokenizer)
-    has_images = any(talk.images() for talk, _ in conversations)
-    if has_images and load_processor is not None:
-        load_processor()  # a model of text alone is refused here, and not by its template
+    has_images = any(talk.images() for talk, _, _ in conversations)
+    # A model of text alone is refused here, and not by its template.
+    processor = load_processor() if has_images and load_processor is not None else None
     items = []
-    for talk, group in conversations:
+    for talk, group, origin in conversations:
         last = talk.messages[-1]
         calls = [call["function"] for call in last.get("tool_calls", ())]
         answer = json.dumps(calls, ensure_ascii=False) if calls else last["content"]
-        prompt = renderer.prompt(talk.until(len(talk.messages) - 1))
+        prompt = renderer.prompt(talk.until(len(talk.messages) - 1), origin)
+        if processor is not None:
+            with_images(prompt, talk.images(), processor, origin)  # refuses what the model does not take
         images = {"images": talk.images()} if has_images else {}
         items.append({"prompt": prompt, "answer": answer, "task": group, **images})
     return items
