@@ -25,6 +25,7 @@ from tunebook.config.schema import (
     ParallelismConfig,
     PeftSettings,
     PrecisionConfig,
+    RunConfig,
     ZeroConfig,
 )
 from tunebook.errors import RequestError
@@ -33,6 +34,7 @@ from tunebook.model.adapters import (
     four_bit,
     freeze_parts,
     keep_in_fp32,
+    require_known_layers,
     require_known_modules,
     require_known_parameters,
     trains_in_fp32,
@@ -235,6 +237,28 @@ def _gpt_oss() -> PreTrainedModel:
     sizes = SMALL | {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes))
     return model
+
+
+@pytest.mark.parametrize(
+    ("key", "known", "unknown"),
+    [
+        ("target_modules", ["k_proj", "layers.1.self_attn.q_proj"], "layers.9.self_attn.q_proj"),
+        ("target_modules", ["model.layers.0.mlp.up_proj"], "model.layers.*.q_proj"),
+        ("rank_pattern", {"layers.[01].self_attn.q_proj": 4}, "layers.9.self_attn.q_proj"),
+        ("alpha_pattern", {"q_proj": 4.0}, "self_attn.up_proj"),
+    ],
+)
+def test_a_layer_that_the_model_lacks_is_refused_before_adapters_are_made(key: str, known: Any, unknown: str) -> None:
+    def with_layers(layers: Any) -> RunConfig:
+        settings: Any = {"method": PeftMethod.lora, key: layers}
+        return plain_config(peft=PeftSettings(**settings))
+
+    require_known_layers(with_layers(known), base())
+    with pytest.raises(RequestError, match=rf"peft\.{key}: .*{re.escape(unknown)}") as raised:
+        require_known_layers(
+            with_layers([*known, unknown] if isinstance(known, list) else known | {unknown: 2}), base()
+        )
+    assert raised.value.problem_id == "adapter-module-unknown"
 
 
 def test_an_adapter_on_the_experts_of_some_layers_is_merged_and_unknown_names_are_refused(

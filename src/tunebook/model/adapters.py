@@ -89,6 +89,28 @@ def require_known_modules(config: RunConfig, model: Any) -> None:
             )
 
 
+def require_known_layers(config: RunConfig, model: Any) -> None:
+    """Refuse layers to adapt that the model lacks, and ranks and alphas of such layers. Raises: RequestError.
+
+    The plan knows the names of layers without their numbers. PEFT ignores such a name if it finds others.
+    """
+    peft, modules = config.peft, [f".{name}" for name, _ in model.named_modules()]
+    if peft.method is PeftMethod.full:
+        return
+    for field, names, as_pattern in (
+        ("target_modules", peft.target_modules, re.escape),
+        ("rank_pattern", peft.rank_pattern, str),  # PEFT takes regular expressions here
+        ("alpha_pattern", peft.alpha_pattern, str),
+    ):
+        for name in names:
+            if not any(re.fullmatch(rf".*\.({as_pattern(name)})", module) for module in modules):
+                raise RequestError(
+                    f"peft.{field}: {type(model).__name__} has no layer whose name ends in {name}; type a name such as "
+                    "q_proj, or one with the layer's number such as layers.0.self_attn.q_proj",
+                    problem_id="adapter-module-unknown",
+                )
+
+
 def four_bit(config: RunConfig) -> Any:
     """bitsandbytes' settings to quantize the frozen base of a QLoRA run.
 

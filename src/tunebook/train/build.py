@@ -28,6 +28,7 @@ from tunebook.model.adapters import (
     adapter_config,
     freeze_parts,
     keep_in_fp32,
+    require_known_layers,
     require_known_modules,
     require_known_parameters,
     see_without_gradients,
@@ -68,6 +69,7 @@ def build_trainer(
     method: Any = import_module(method_facts(config).module)
     stated = trainer_arguments(config, plan, folder, has_validation=validation is not None)
     arguments, model, sequence = _load(config, partial(method.trainer_config, stated), clock)
+    require_known_layers(config, model)
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index // plan.sequence_group_size, plan.data_ranks
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
