@@ -73,6 +73,7 @@ def test_one_thing_is_printed_of_a_plan(run, words):
         (("train", "--learning-rate", "1e-4"), "type optimizer.learning_rate=2e-5"),
         (("train", "--rl", "dpo"), "type method=dpo"),
         (("train", "--max_stps", "3"), "typed without dashes, such as training.seed=1"),
+        (("train", "--outputs", "mine"), "outputs=VALUE"),
         (("tain", "quickstart"), "'train'"),
         (("serve", "quickstart"), "`tunebook export`"),
         (("merge-lora", "quickstart"), "`tunebook export RUN --merge`"),

@@ -76,6 +76,11 @@ def test_model_that_is_typed_next_to_a_run_is_not_ignored_silently(parent: Path,
     assert ("setting-ignored", "model", False) in [(each.id, each.key, each.is_error) for each in draft.problems]
 
 
+def test_a_model_folder_in_place_of_a_run_says_what_to_type(parent: Path) -> None:
+    draft = draft_run(None, [f"model.run={parent}/model", "hardware=cpu"], [], NO_GPU)
+    assert draft.error is not None and f"type model={parent}/model" in draft.error.message
+
+
 def test_another_model_for_a_recipe_that_starts_from_a_run() -> None:
     draft = draft_run("zephyr_7b_dpo", ["model=Qwen/Qwen2.5-0.5B", "hardware=ampere"], [], NO_GPU)
     assert ("model-named-by-run", "model.run=null") in [(each.id, each.fix) for each in draft.problems]

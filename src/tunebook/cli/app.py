@@ -409,11 +409,12 @@ def _usage_error(error: Any) -> RequestError:
     from tunebook.config.foreign import instead_of
     from tunebook.config.schema import GROUPS
 
+    typed = (*GROUPS, "outputs")
     message = error.format_message().rstrip(".")
     unknown = _NO_COMMAND.match(message)
     if hasattr(error, "possibilities"):  # an unknown option
         setting = error.option_name.lstrip("-").replace("-", "_")
-        instead = f"it is typed without dashes: {setting}=VALUE" if setting in GROUPS else instead_of(setting)
+        instead = f"it is typed without dashes: {setting}=VALUE" if setting in typed else instead_of(setting)
         hint = did_you_mean(error.option_name, error.possibilities or []) if not instead else ""
         instead = instead or "a setting is typed without dashes, such as training.seed=1"
         message = f"there is no option '{error.option_name}'{f'.{hint}' if hint else f'; {instead}'}"

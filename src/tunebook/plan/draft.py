@@ -169,7 +169,9 @@ def _start_from_run(draft: Draft, config: RunConfig) -> list[Problem]:
         run = resolve_run(name, Path(config.outputs))
     except RequestError as error:
         if not is_recipe:
-            raise RequestError(f"model.run={name}: {error.message}", problem_id=error.problem_id) from error
+            is_model = (Path(name).expanduser() / "config.json").is_file()
+            why = f"it is the folder of a model; type model={name}" if is_model else error.message
+            raise RequestError(f"model.run={name}: {why}", problem_id=error.problem_id) from error
         message = error.message
     else:
         if (run / "model" / "config.json").is_file():
