@@ -28,6 +28,15 @@ def test_a_value_on_the_command_line_beats_the_recipe_and_the_last_one_counts():
     assert composed("optimizer.learning_rate=1e-2", "optimizer.learning_rate=3e-4").optimizer.learning_rate == 3e-4
 
 
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [([], 2e-5), (["peft=lora"], 2e-4), (["peft=qlora"], 2e-4), (["peft=lora", "method=dpo"], 1e-6),
+     (["peft=lora", "optimizer.learning_rate=3e-4"], 3e-4)],
+)  # fmt: skip
+def test_the_learning_rate_that_none_names_is_that_of_what_is_trained(words: list[str], rate: float) -> None:
+    assert compose(None, words).config.optimizer.learning_rate == rate
+
+
 @pytest.mark.parametrize("name", ["a b", "größe_1", "${a}", "null"])
 def test_a_recipe_goes_by_any_name_of_a_file(name, tmp_path):
     (tmp_path / f"{name}.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntitle: mine\n")

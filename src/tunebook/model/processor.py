@@ -132,7 +132,7 @@ def usable_processor(folder: Path) -> Iterator[None]:
     except Exception as error:  # transformers raises anything for a setting of another type
         raise RequestError(
             f"there are images, and {folder} has no processor for them that can be used "
-            f"({type(error).__name__}: {first_line(error)}); name a model that reads images, with its "
-            "preprocessor_config.json, such as model=qwen25_vl_3b, or data without images",
+            f"({type(error).__name__}: {first_line(error)}); correct its preprocessor_config.json, or name a model "
+            "that reads images, such as model=qwen25_vl_3b, or data without images",
             problem_id="model-without-images",
         ) from error
