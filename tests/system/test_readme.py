@@ -30,9 +30,7 @@ INSTEAD = {
     "tunebook diff RUN RUN": "run by test_evidence.py",
     "tunebook verify RUN RUN --record --label cpu": "run by tests/commands/test_verify.py on made-up runs",
     "tunebook verify RUN --target 'validation_loss<=2.1@200'": "run by tests/commands/test_verify.py on made-up runs",
-    "tunebook train chats.jsonl model=Qwen/Qwen3-0.6B peft=lora optimizer.learning_rate=2e-4": (
-        "needs the hub; run by the ten minutes below"
-    ),
+    "tunebook train chats.jsonl model=Qwen/Qwen3-0.6B peft=lora": "needs the hub; run by the ten minutes below",
     "docker compose run eval": "run in a container by docker/test_quickstart_in_a_container.py",
     'make eval ARGS="run=qwen05b_single suite=code"': "needs the hub; test_code.py runs the shipped problems",
     "make chat ARGS=\"'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",
