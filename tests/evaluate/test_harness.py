@@ -172,7 +172,7 @@ def test_a_task_that_the_harness_refuses(tmp_path: Path, run_model: RequestModel
 
 def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     turns = ("human", "Reverse: a b"), ("gpt", "b a"), ("human", "And: c d"), ("gpt", "d c")
-    items = render_conversations(write_conversations(tmp_path, sharegpt(*turns, task="again")), None, tokenizer)
+    items, _ = render_conversations(write_conversations(tmp_path, sharegpt(*turns, task="again")), None, tokenizer)
     prompt = (
         "<|im_start|>user\nReverse: a b<|im_end|>\n<|im_start|>assistant\nb a<|im_end|>\n"
         "<|im_start|>user\nAnd: c d<|im_end|>\n<|im_start|>assistant\n"
@@ -185,7 +185,7 @@ def test_the_runs_system_prompt_goes_before_conversations_without_one(
 ) -> None:
     own = sharegpt(("system", "Shout."), ("human", "hi"), ("gpt", "HI"))
     none = sharegpt(("human", "hi"), ("gpt", "hi"))
-    first, second = render_conversations(write_conversations(tmp_path, own, none), "Be brief.", tokenizer)
+    (first, second), _ = render_conversations(write_conversations(tmp_path, own, none), "Be brief.", tokenizer)
     assert first["prompt"].startswith("<|im_start|>system\nShout.<|im_end|>\n<|im_start|>user\nhi")
     assert second["prompt"].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi")
     assert (first["task"], second["answer"]) == (None, "hi")
@@ -207,7 +207,7 @@ def test_a_call_of_a_tool_is_expected_as_json(tmp_path: Path, tokenizer: PreTrai
     call = '{"name": "weather", "arguments": {"city": "Rome"}}'
     tools = '[{"name": "weather", "description": "of a city", "parameters": {}}]'
     record = sharegpt(("human", "Rain in Rome?"), ("function_call", call), tools=tools)
-    (item,) = render_conversations(write_conversations(tmp_path, record), None, tokenizer)
+    (item,), _ = render_conversations(write_conversations(tmp_path, record), None, tokenizer)
     assert json.loads(item["answer"]) == [json.loads(call)]
     assert item["prompt"].endswith("Rain in Rome?<|im_end|>\n<|im_start|>assistant\n")
     assert "of a city" in item["prompt"]

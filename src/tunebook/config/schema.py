@@ -328,7 +328,8 @@ class OptimizerConfig:
     """The optimizer and its step size."""
 
     name: OptimizerName = OptimizerName.adamw  # set by optimizer=NAME
-    learning_rate: float = number(MISSING, above=0, at_most=1)  # the highest; 2e-4 with adapters, 1e-6 with method=dpo
+    # the highest of the schedule; 2e-4 with adapters, 1e-6 with method=dpo
+    learning_rate: float = number(MISSING, above=0, at_most=1)
     weight_decay: float = number(0.0, at_least=0, at_most=1)  # decoupled from the gradient
     beta1: float = number(0.9, at_least=0, below=1)  # decay of the mean of the gradients
     beta2: float = number(0.999, at_least=0, below=1)  # decay of the mean of their squares

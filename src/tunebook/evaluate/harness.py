@@ -211,16 +211,14 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
     if task.conversations is None:
         return config
     assert settings is not None
-    items = render_conversations(
+    items, prompts = render_conversations(
         task.conversations,
         settings.system_prompt,
         settings.tokenizer,
         download_images=settings.download_images,
         load_processor=settings.load_processor,
     )
-    prompts = [item["prompt"] for item in items]
     if "images" in items[0]:
-        assert settings.load_processor is not None
         own = config.get("num_fewshot")
         if own != 0 and (own if settings.num_fewshot is None else settings.num_fewshot):
             raise RequestError(
@@ -229,7 +227,6 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
                 problem_id="examples-with-images",
             )
         config["doc_to_image"] = "images"
-        prompts = [with_images(item["prompt"], item["images"], settings.load_processor()) for item in items]
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", MAX_GEN_TOKS)
     check_prompt_lengths(prompts, settings.tokenizer, settings.max_length - max_gen_tokens)
     file = cache / f"{task.name}-prompts.jsonl"
@@ -287,11 +284,12 @@ def render_conversations(
     *,
     download_images: bool = False,
     load_processor: Callable[[], ImageProcessor] | None = None,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Render documents with the keys `prompt`, `answer` (a conversation's last turn), `task` (its group), and `images`.
 
     The last only where any document has images. The answer of a turn that calls tools is JSON text: a list of {name,
-    arguments}. Raises: as `read_conversations`.
+    arguments}. Also returns the prompts with all tokens of their images. Raises: as `read_conversations`, and DataError
+    for a prompt that the model does not take.
     """
     from tunebook.data.template import ConversationRenderer
 
@@ -300,17 +298,16 @@ def render_conversations(
     has_images = any(talk.images() for talk, _, _ in conversations)
     # A model of text alone is refused here, and not by its template.
     processor = load_processor() if has_images and load_processor is not None else None
-    items = []
+    items, whole = [], []
     for talk, group, origin in conversations:
         last = talk.messages[-1]
         calls = [call["function"] for call in last.get("tool_calls", ())]
         answer = json.dumps(calls, ensure_ascii=False) if calls else last["content"]
         prompt = renderer.prompt(talk.until(len(talk.messages) - 1), origin)
-        if processor is not None:
-            with_images(prompt, talk.images(), processor, origin)  # refuses what the model does not take
+        whole.append(prompt if processor is None else with_images(prompt, talk.images(), processor, origin))
         images = {"images": talk.images()} if has_images else {}
         items.append({"prompt": prompt, "answer": answer, "task": group, **images})
-    return items
+    return items, whole
 
 
 def _answered(row: dict[str, Any]) -> Conversation:

@@ -24,7 +24,7 @@ from tunebook.facts.methods import recorded_method
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
 from tunebook.record.manifest import RunState, read_manifest
-from tunebook.record.page.overview import summarize
+from tunebook.record.page.overview import summarize, validation_of_model
 from tunebook.record.run_folder import RUN_FILE, run_name
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -154,8 +154,7 @@ class RunFacts:
         name, validation = recorded_method(self.record.config).score, self.record.validation
         if name is None or not validation:
             return {}
-        best = self.record.status.get("best_step")
-        line = next((line for line in validation if line["step"] == best), validation[-1])
+        line = validation_of_model(self.record) or validation[-1]
         value, num_items = line[f"validation_{name}"], self.manifest["dataset"]["counts"]["validation"]["num_documents"]
         stderr = math.sqrt(value * (1 - value) / num_items)
         return {f"validation_{name}": Score(metric="share", value=value, stderr=stderr, num_items=num_items)}

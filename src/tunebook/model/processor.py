@@ -103,7 +103,7 @@ def _load(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
     from transformers.models.auto import processing_auto
 
     stated = ProcessorMixin.get_processor_dict(str(folder))[0]
-    image_processor = load_resizer(folder)
+    image_processor = load_transformers_part(folder)
     named = stated.get("processor_class")
     kinds: Any = processing_auto
     named = named or kinds.PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
@@ -113,7 +113,7 @@ def _load(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
     return unchecked.from_args_and_dict([parts[name] for name in kind.get_attributes()], stated)
 
 
-def load_resizer(folder: Path) -> Any:
+def load_transformers_part(folder: Path) -> Any:
     """The part of a folder's processor that makes tensors of images, which has made one of a small image."""
     from PIL import Image
     from transformers import AutoImageProcessor

@@ -21,7 +21,7 @@ from tunebook.errors import RequestError
 from tunebook.facts.architectures import IMAGE_PROCESSORS
 from tunebook.model.base_config import config_file
 from tunebook.model.parameters import known_facts
-from tunebook.model.processor import Size, load_image_processor, load_resizer, scaled_size, usable_processor
+from tunebook.model.processor import Size, load_image_processor, load_transformers_part, scaled_size, usable_processor
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.tokenizer_files import PROCESSOR_FILES
 
@@ -67,7 +67,7 @@ class PlannedImages:
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "preprocessor_config.json").write_text(json.dumps(self.processor))
-            processor = load_resizer(Path(folder))
+            processor = load_transformers_part(Path(folder))
         try:
             found = processor(images=[Image.new("RGB", self.size)] * number, return_tensors="pt")
         except ValueError:  # its proportions, with which the preparation refuses the document or leaves it out
@@ -110,7 +110,7 @@ def _stated_processor(config: RunConfig) -> dict[str, Any] | None:
     for own in [] if file is None or published is None else [file.with_name(name) for name in PROCESSOR_FILES]:
         if own.is_file():
             with usable_processor(own.parent):
-                load_resizer(own.parent)
+                load_transformers_part(own.parent)
             read: dict[str, Any] = json.loads(own.read_text(encoding="utf-8"))
             stated: dict[str, Any] = read.get("image_processor", read)
             if "image_processor_type" in stated:

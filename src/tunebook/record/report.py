@@ -96,7 +96,7 @@ def render_run(record: RunRecord) -> str:
             machine=describe_machine(record),
             took=describe_duration(summary),
             main_score=main_score(record),
-            validation_of_model=validation_of_model(record),
+            validation_of_model=(validation_of_model(record) or {}).get("validation_loss"),
             peak_tflops=next(iter(record.values("peak_tflops")), None),
             different_packages=", ".join(describe_differences(lock["differences"] or {}, _NUM_DIFFERENCES)),
             scores=score_rows(

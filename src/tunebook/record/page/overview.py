@@ -136,10 +136,10 @@ def main_score(record: RunRecord) -> tuple[str, dict[str, Any], dict[str, Any] |
     return next(((name, task, before.get(name)) for name, task in tasks.items()), None)
 
 
-def validation_of_model(record: RunRecord) -> float | None:
-    """The validation loss of the weights in model/, if the best were loaded."""
+def validation_of_model(record: RunRecord) -> dict[str, Any] | None:
+    """The validation of the weights in model/, if the best were loaded."""
     best = record.status.get("best_step")
-    return next((line["validation_loss"] for line in reversed(record.validation) if line["step"] == best), None)
+    return next((line for line in reversed(record.validation) if line["step"] == best), None)
 
 
 @dataclass(frozen=True, kw_only=True)
