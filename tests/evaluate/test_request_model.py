@@ -134,19 +134,24 @@ def requests(kind: str, count: int, **generation: Any) -> list[Instance]:
 
 
 @pytest.mark.parametrize("kind", ["generate_until", "loglikelihood"])
-def test_auto_goes_down_until_it_fits_and_the_answers_stay(
-    kind: str, wrap: Callable[..., RequestModel], known_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [None, 5])
+def test_a_batch_goes_down_until_it_fits_and_the_answers_stay(
+    size: int | None,
+    kind: str,
+    wrap: Callable[..., RequestModel],
+    known_model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = getattr(wrap(1, name=1), kind)(requests(kind, 7))
     tried = limit_memory(known_model, 2, monkeypatch)
-    model = wrap(None, name=2)
+    model = wrap(size, name=2)
     answers = getattr(model, kind)(requests(kind, 7))
     if kind == "loglikelihood":
         assert [is_greedy for _, is_greedy in answers] == [is_greedy for _, is_greedy in expected]
         assert [value for value, _ in answers] == pytest.approx([value for value, _ in expected])
     else:
         assert answers == expected
-    assert tried[0] == 7  # no more rows than requests
+    assert tried[0] == (size or 7)  # no more rows than requests
     assert tried[-1] <= model.batch_size == 2
 
 

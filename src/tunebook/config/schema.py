@@ -366,7 +366,7 @@ class EvaluationConfig:
     before: bool = False  # also evaluate the untrained model, to compare with
     after: bool = True  # evaluate the trained model
     limit: int | None = number(None, at_least=1, unit="items")  # items of each task, from the first; null: all
-    # Requests computed at once; null: the most that the memory takes
+    # Requests computed at once, or fewer if the memory does not take them; null: the most that it takes
     batch_size: int | None = number(16, at_least=1, unit="requests")
     # Examples before each item; null: the task's own
     num_fewshot: int | None = number(None, at_least=0, unit="examples")

@@ -77,7 +77,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         )
         assert model.generation_config is not None
         model.generation_config.eos_token_id = self._ends = stop_ids(model, tokenizer)
-        self._requested_size = batch_size  # None: the largest that fits
+        self._requested_size = batch_size  # at most; None: the largest that fits
         self.folder, self._identity = folder, identity
         self._load_processor = load_processor  # None: no prompt has images
         self._images: list[str] = []  # of the prompts of the next batch
@@ -150,10 +150,10 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         return [answers[index] for index in range(len(requests))]
 
     def _compute_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
-        """Return answers in the order of the requests, in the largest batches that fit if no size was given.
+        """Return answers in the order of the requests, in batches of the given size or smaller ones that fit.
 
-        The harness answers the longest requests first, so a batch that is too large fails at once. Answers do not
-        depend on the size, because rows are computed independently.
+        The harness answers the longest requests first, so a batch that is too large fails at once: its logits take
+        rows x tokens x vocabulary x 4 bytes, twice. Answers do not depend on the size: rows are computed independently.
         """
         if not requests:
             return []
@@ -165,9 +165,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             torch.manual_seed(SEEDS["torch"])  # otherwise sampled answers would depend on the number of attempts
             return list(answer(list(requests), disable_tqdm=self._process > 0 or not sys.stderr.isatty()))
 
-        if self._requested_size is not None:
-            return attempt(self._requested_size)
-        largest = _LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU
+        largest = self._requested_size or (_LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU)
         answers: list[Any] = find_executable_batch_size(attempt, starting_batch_size=min(largest, len(requests)))()
         return answers
 
