@@ -28,12 +28,13 @@ SCORES = (  # label, file, names of its runs
     ("Yes-or-no questions, LoRA", "h200_learning", r"lora_\d+"),
     ("Yes-or-no questions, LoRA on fp8", "h200_learning", r"lora_fp8_\d+"),
     ("Yes-or-no questions, QLoRA", "h200_learning", r"qlora_\d+"),
+    ("Yes-or-no questions, Gemma 3 270M", "h200_learning", r"gemma3_270m_\d+"),
     ("Tool calls", "h100_hopper_image", r"smollm2_135m_tools-\d+"),
-    ("Preferred answers, DPO", "h200_learning", r"dpo_\d+(_compiled.*)?"),
+    ("Preferred answers, DPO", "h200_learning", r"dpo_fp32_\d+"),
 )
 _SMALLEST_GIB = 1  # smaller runs compare losses of tiny models
 _BAND = 0.1
-_WIDTH, _HEIGHT = 920, 520
+_WIDTH, _HEIGHT = 920, 542
 # Readable on white and on black, since a README is shown on both.
 _STYLE = (
     "text{font:12px sans-serif;fill:#808080}.title{font:bold 15px sans-serif;fill:#2f7fb8}"
@@ -171,7 +172,7 @@ def draw_scores(left: float, top: float) -> list[str]:
     start, length = left + 290, 190
     parts = [
         text(left, top, "Score before and after", "title"),
-        text(left, top + 18, f"Held-out items, mean of {min(runs)} to {max(runs)} runs. SmolLM2-135M, or from scratch"),
+        text(left, top + 18, f"Held-out items, mean of {min(runs)} to {max(runs)} runs. SmolLM2-135M, if no other is named"),
     ]
     for number, (label, before, after, _) in enumerate(rows):
         y = top + 42 + 21 * number
