@@ -172,7 +172,7 @@ def draw_scores(left: float, top: float) -> list[str]:
     start, length = left + 290, 190
     parts = [
         text(left, top, "Score before and after", "title"),
-        text(left, top + 18, f"Held-out items, mean of {min(runs)} to {max(runs)} runs. SmolLM2-135M, if no other is named"),
+        text(left, top + 18, f"Held-out items, mean of {min(runs)} to {max(runs)} runs; SmolLM2-135M if none is named"),
     ]
     for number, (label, before, after, _) in enumerate(rows):
         y = top + 42 + 21 * number
