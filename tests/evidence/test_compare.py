@@ -23,7 +23,7 @@ from tunebook.evidence.schema import Inputs
 from .conftest import MakeRun, Record, curve, edit_json, rows_of, verified
 
 EARLIER = [{"state": "running", "exit_code": None, "reason": None, "started": "x", "ended": None, "seconds": None}]
-LOSS, SPEED, MEMORY, SCORE = "loss", "tokens/s/GPU", "memory GiB", "words"
+FIRST, LOSS, SPEED, MEMORY, SCORE = "first loss", "loss", "tokens/s/GPU", "memory GiB", "words"
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def relog(run: Path, steps: list[int], first: int = 0) -> Path:
 def test_an_equal_run_agrees_and_a_cpus_speed_and_memory_are_only_shown(evidence: Path, make_run: MakeRun) -> None:
     rows = rows_of(make_run(speed=10.0, memory=50.0))
     assert {name: row.verdict for name, row in rows.items()} == {
-        LOSS: Verdict.same, SPEED: Verdict.shown, MEMORY: Verdict.shown, SCORE: Verdict.same,
+        FIRST: Verdict.same, LOSS: Verdict.same, SPEED: Verdict.shown, MEMORY: Verdict.shown, SCORE: Verdict.same,
     }  # fmt: skip
     assert rows[SPEED].reason == "on a CPU"
     assert rows[LOSS].reason.startswith("equal to the last bit")

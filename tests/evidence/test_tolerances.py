@@ -10,7 +10,7 @@ from tunebook.config.choices import Compute, Generation
 from tunebook.config.frozen import plain_config
 from tunebook.evidence.compare import Verdict
 from tunebook.evidence.schema import Results, Score, read_evidence
-from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, loss_differences, tolerance_of
+from tunebook.evidence.tolerances import FIRST_LOSS, MEMORY, SPEED, compute_tolerances, loss_differences, tolerance_of
 
 from .conftest import MakeRun, Record, curve, rows_of
 
@@ -55,6 +55,27 @@ def test_each_part_of_the_curve_has_its_own_tolerance(make_run: MakeRun, record:
     row = rows_of(make_run(losses=early))["loss"]
     assert (row.verdict, row.tolerance) == (Verdict.different, 1e-5)
     assert "most in steps 1 to 3" in row.reason
+
+
+def test_the_first_loss_is_judged_however_far_apart_equal_runs_move(make_run: MakeRun, record: Record) -> None:
+    """No update is in it, so other data or masks show there."""
+    apart = [loss * (1.0 if step == 0 else 2.0) for step, loss in enumerate(curve())]
+    record(make_run(), make_run(losses=apart))
+    masked = [loss * (1.001 if step == 0 else 1.0) for step, loss in enumerate(curve())]
+    rows = rows_of(make_run(losses=masked))
+    assert rows["loss"].verdict is Verdict.same
+    assert (rows["first loss"].verdict, rows["first loss"].tolerance) == (Verdict.different, 1e-5)
+    assert rows_of(make_run(losses=apart))["first loss"].verdict is Verdict.same
+
+
+def test_the_first_loss_has_a_tolerance_if_it_was_logged_and_depends_on_the_data() -> None:
+    """That of pairs is a constant until the model leaves its reference."""
+    pairs = plain_config()
+    pairs.method.name = "dpo"
+    later = [results(1.0).model_copy(update={"steps": [10, 20]})]
+    assert FIRST_LOSS in compute_tolerances([results(1.0)], plain_config())
+    assert FIRST_LOSS not in compute_tolerances([results(1.0)], pairs)
+    assert FIRST_LOSS not in compute_tolerances(later, plain_config())
 
 
 def test_a_negative_loss_differs_by_its_size() -> None:

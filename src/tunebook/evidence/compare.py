@@ -19,6 +19,7 @@ from tunebook.evidence.gather import RunFacts, training_overrides
 from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
 from tunebook.evidence.tolerances import (
+    FIRST_LOSS,
     LOSS,
     MEMORY,
     SPEED,
@@ -181,6 +182,8 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     for task in expected.scores | measured.scores:
         first, other = (side.scores[task].value if task in side.scores else None for side in (expected, measured))
         rows.append(_row(task, first, other, limits.get(score_key(task))))
+    if FIRST_LOSS in limits and run.results.steps[0] == 1:
+        rows.insert(0, _row("first loss", expected.losses[0], measured.losses[0], limits[FIRST_LOSS]))
     rows = [row for row in rows if row.expected is not None or row.measured is not None]
     if contents := content_differences(recorded.inputs, run.inputs):
         rows.insert(0, Row(name="inputs", verdict=Verdict.different, reason=named(contents)))

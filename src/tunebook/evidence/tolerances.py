@@ -5,7 +5,9 @@ whole spread. It is at least a floor, since two runs may agree by chance. Each t
 
 On a CPU another processor adds in another order: a step's loss then differs in the seventh digit, and hundreds of steps
 later by several percent. Repeated runs with other threads or instructions show by how much. So each part of the curve
-has its own tolerance: a wrong setting shows in the early steps, where equal runs have not yet moved apart.
+has its own tolerance: a wrong setting shows in the early steps, where equal runs have not yet moved apart. The first
+loss, before any update, differs by rounding only: other data, labels or templates show there, however far apart equal
+runs move. (The first loss of pairs says nothing: it is ln 2 or another constant.)
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import TypeVar
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
 from tunebook.evidence.schema import Results, Tolerance
+from tunebook.facts.methods import method_facts
 
 FACTOR = 3.0
 NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps, single losses of equal runs differ, their means hardly do
@@ -30,7 +33,7 @@ _STDERRS = 3.0
 CPU_TOLERANCE, FP32_TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-5, 1e-4, 2e-3
 FP8_TOLERANCE = 1e-2  # of strategies that all compute in fp8: not measured. fp8 was up to 1.2% from bf16 in 50 steps
 
-LOSS, SPEED, MEMORY = "loss", "speed", "memory"
+LOSS, FIRST_LOSS, SPEED, MEMORY = "loss", "first_loss", "speed", "memory"
 Value = TypeVar("Value")
 
 
@@ -75,7 +78,11 @@ def relative(measured: float, expected: float) -> float:
 
 def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
     """Compute the tolerances from repeated runs; from a single run, the floors."""
-    tolerances = {LOSS: _of_losses([run.losses for run in runs], tolerance_of(config))}
+    rounding = tolerance_of(config)
+    tolerances = {LOSS: _of_losses([run.losses for run in runs], rounding)}
+    if not method_facts(config).has_reference and all(run.steps[0] == 1 for run in runs):
+        spreads = [relative(first.losses[0], second.losses[0]) for first, second in combinations(runs, 2)]
+        tolerances[FIRST_LOSS] = _tolerance(spreads, rounding, "the loss of step 1")
     for task, score in runs[0].scores.items():
         reached = [results.scores[task].value for results in runs if task in results.scores]
         spreads = [abs(first - second) for first, second in combinations(reached, 2)]
