@@ -14,7 +14,7 @@ import pytest
 
 from tunebook import __version__
 from tunebook.cli import app as cli
-from tunebook.cli.app import task_names
+from tunebook.cli.options import task_names
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.command import EvaluationRequest
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.cli.app import settings
-from tunebook.cli.options import split
+from tunebook.cli.options import settings, split
 from tunebook.errors import RequestError
 
 

@@ -28,7 +28,9 @@ from tunebook.cli.options import (
     RunFolder,
     Words,
     make_console,
+    settings,
     split,
+    task_names,
 )
 from tunebook.cli.records import records_app
 from tunebook.config.unsafe_text import shown, without_secrets
@@ -48,43 +50,6 @@ app = typer.Typer(
 _SETTING = re.compile(r"(run|model)=|[\w.]+=\S*$")  # among the words of a chat, where others are a question
 _NO_COMMAND = re.compile(r"No such command '([^']+)'")  # of Typer, which suggests `sweep` for `serve`
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
-
-
-def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
-    """`key=value` words of a command that composes nothing; a single bare word is the first key's value.
-
-    Raises: RequestError for an unknown key, with the nearest, a key that is set twice, and two that exclude each other.
-    """
-    typed: dict[str, str] = {}
-    listed = ", ".join(f"{key}=" for key in known)
-    for word in words or []:
-        key, has_value, value = word.partition("=")
-        if not has_value:
-            key, value = known[0], word
-        if key not in known:
-            raise RequestError(
-                f"there is no setting '{key}' here.{did_you_mean(key, known, f'Settings: {listed}')}",
-                problem_id="unknown-key",
-            )
-        if key in typed:
-            raise RequestError(
-                f"'{word}' sets {key} once more, after {key}={typed[key]}; type one of them", problem_id="setting-twice"
-            )
-        typed[key] = value
-    for first, second in (("run", "model"), ("suite", "tasks")):
-        if first in typed and second in typed:
-            raise RequestError(
-                f"{first}={typed[first]} and {second}={typed[second]} exclude each other; type one of them",
-                problem_id=f"{first}-and-{second}",
-            )
-    return typed
-
-
-def task_names(typed: dict[str, str]) -> list[str] | None:
-    """The tasks of `tasks=a,b`, also in brackets; None if it was not typed."""
-    if "tasks" not in typed:
-        return None
-    return [name.strip() for name in typed["tasks"].strip("[]").split(",") if name.strip()]
 
 
 def _print_version(is_typed: bool) -> None:

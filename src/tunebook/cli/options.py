@@ -11,7 +11,7 @@ from rich.console import Console
 from tunebook.config.book import YAML_SUFFIXES, find_recipes
 from tunebook.config.override_text import override
 from tunebook.data.files import SUFFIXES
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, did_you_mean
 
 Words = Annotated[
     list[str] | None,
@@ -66,6 +66,43 @@ def _is_data(word: str, recipes_dirs: list[Path]) -> bool:
 
 def _two_words(kind: str, one: str, other: str, instead: str) -> RequestError:
     return RequestError(f"'{one}' and '{other}' are both {kind}; name one ({instead})", problem_id="two-words")
+
+
+def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` words of a command that composes nothing; a single bare word is the first key's value.
+
+    Raises: RequestError for an unknown key, with the nearest, a key that is set twice, and two that exclude each other.
+    """
+    typed: dict[str, str] = {}
+    listed = ", ".join(f"{key}=" for key in known)
+    for word in words or []:
+        key, has_value, value = word.partition("=")
+        if not has_value:
+            key, value = known[0], word
+        if key not in known:
+            raise RequestError(
+                f"there is no setting '{key}' here.{did_you_mean(key, known, f'Settings: {listed}')}",
+                problem_id="unknown-key",
+            )
+        if key in typed:
+            raise RequestError(
+                f"'{word}' sets {key} once more, after {key}={typed[key]}; type one of them", problem_id="setting-twice"
+            )
+        typed[key] = value
+    for first, second in (("run", "model"), ("suite", "tasks")):
+        if first in typed and second in typed:
+            raise RequestError(
+                f"{first}={typed[first]} and {second}={typed[second]} exclude each other; type one of them",
+                problem_id=f"{first}-and-{second}",
+            )
+    return typed
+
+
+def task_names(typed: dict[str, str]) -> list[str] | None:
+    """The tasks of `tasks=a,b`, also in brackets; None if it was not typed."""
+    if "tasks" not in typed:
+        return None
+    return [name.strip() for name in typed["tasks"].strip("[]").split(",") if name.strip()]
 
 
 def make_console() -> Console:
