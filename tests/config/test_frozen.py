@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.book import placed, resolve_path
+from tunebook.config.book import placed, recipe_file, resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config, typed_in
-from tunebook.config.identity import config_hash
+from tunebook.config.identity import comparable_config, config_hash
 from tunebook.config.schema import RunConfig
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
@@ -49,6 +49,19 @@ def test_a_run_finds_its_files_from_another_folder(work: Path, tmp_path: Path, m
     assert [resolve_path(text) for text in texts if text is not None] == [work / name for name in names]
     assert resolve_path(read.evaluation.tasks[0]) == tmp_path / "gsm8k", "a name, and no file of that folder"
     assert typed_in(read) == work
+
+
+def test_a_recipe_that_was_named_as_a_file_is_found_from_another_folder(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work / "own.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\n")
+    file = frozen(compose("own.yaml", []).config, work)
+    monkeypatch.chdir(tmp_path)
+    read = load_config(file)
+    assert read.recipe is not None
+    assert recipe_file(read.recipe, []) == work / "own.yaml"
+    assert typed_in(read) == work
+    assert comparable_config(read)["recipe"] == "own"
 
 
 def test_texts_and_hash_of_paths_do_not_change(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def recipe_name(recipe: str) -> str:
 def recipe_file(name: str, named: list[Path]) -> Path:
     """The file of one recipe, which is named by its name or as a YAML file. Raises: RequestError for an unknown one."""
     if name.endswith(YAML_SUFFIXES):
-        file = Path(name).expanduser().absolute()
+        file = resolve_path(name)
         if file.is_file():
             return file
         raise RequestError(f"there is no recipe {file}; `tunebook list` shows the recipes", problem_id="unknown-recipe")

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.config.book import PlacedPath, is_relative, is_task_file, placed
+from tunebook.config.book import YAML_SUFFIXES, PlacedPath, is_relative, is_task_file, placed
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.identity import plain
 from tunebook.config.model_facts import ARCHITECTURE_FILE, layers_from_json
@@ -89,7 +89,8 @@ def _escaped(value: Any) -> Any:
 
 def typed_in(config: RunConfig) -> Path:
     """The folder that a configuration's relative paths start at."""
-    texts = [*config.evaluation.tasks, *(getattr(section, key) for section, key in _path_settings(config))]
+    paths = (getattr(section, key) for section, key in _path_settings(config))
+    texts = [config.recipe, *config.evaluation.tasks, *paths]
     return next((text.typed_in for text in texts if isinstance(text, PlacedPath)), Path.cwd())
 
 
@@ -103,6 +104,8 @@ def place_paths(config: RunConfig, folder: Path) -> None:
         is_name = key in ("name", "tokenizer")  # on the hub, unless there is such a folder
         if text and is_relative(text) and not (is_name and not (folder / text).exists()):
             setattr(section, key, placed(text, folder))
+    if config.recipe is not None and config.recipe.endswith(YAML_SUFFIXES):
+        config.recipe = placed(config.recipe, folder)
     tasks = config.evaluation.tasks
     config.evaluation.tasks = [placed(task, folder) if is_task_file(task) else task for task in tasks]
 

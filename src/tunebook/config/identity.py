@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
+from tunebook.config.book import recipe_name
 from tunebook.config.keys import ABSENT, PART, Setting, all_keys, settings_of
 from tunebook.config.schema import RunConfig
 from tunebook.files import sha256_text
@@ -36,6 +37,7 @@ def comparable_config(config: RunConfig) -> dict[str, Any]:
         config, lambda setting: _changes_result(setting) or bool(setting.metadata.get("evidence"))
     )
     del kept["hardware"]
+    kept["recipe"] = None if config.recipe is None else recipe_name(config.recipe)  # it may be typed as a file
     return kept
 
 
