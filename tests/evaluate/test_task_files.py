@@ -10,7 +10,7 @@ from tests.evaluate.conftest import QUICKSTART
 from tunebook.config.book import resolve_path
 from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.task_files import read_task_file, resolve_task, suite_settings
+from tunebook.evaluate.task_files import read_task_file, resolve_task, resolve_tasks, suite_settings
 
 
 def write(folder: Path, text: str, name: str = "task.yaml") -> Path:
@@ -64,3 +64,12 @@ def test_an_unknown_suite_is_refused() -> None:
     with pytest.raises(RequestError) as raised:
         suite_settings("leaderbord")
     assert raised.value.problem_id == "unknown-choice"
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Results are kept by name: the second task's would replace the first's."""
+    one, other = (str(write(tmp_path, "task: mine\n", name)) for name in ("one.yaml", "other.yaml"))
+    with pytest.raises(RequestError) as raised:
+        resolve_tasks([one, other])
+    assert raised.value.problem_id == "task-name-taken"
+    assert [task.name for task in resolve_tasks([one, one, "arc_easy"])] == ["mine", "mine", "arc_easy"]

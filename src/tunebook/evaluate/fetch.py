@@ -22,7 +22,7 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.data.prepare import require_image_model
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.harness import load_tasks, prepare_environment, read_conversations
-from tunebook.evaluate.task_files import resolve_task, suite_settings
+from tunebook.evaluate.task_files import resolve_task, resolve_tasks, suite_settings
 from tunebook.terminal import print_text, quiet_libraries
 
 
@@ -83,7 +83,8 @@ def require_tasks(tasks: Iterable[str], *, download_images: bool = False, model:
     In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError, also
     for images that the model cannot read; DataError for held-out conversations that cannot be used.
     """
-    resolved = {task: resolve_task(task) for task in tasks}
+    names = [*tasks]
+    resolved = dict(zip(names, resolve_tasks(names), strict=True))
     for held_out in filter(None, (task.conversations for task in resolved.values())):
         read = read_conversations(held_out, None, download_images=download_images)
         if model is not None and any(each.conversation.images() for each in read):

@@ -26,7 +26,7 @@ from tunebook.errors import DataError, RequestError, TunebookError, did_you_mean
 from tunebook.evaluate.code.code_task import book_task_files
 from tunebook.evaluate.results import MAX_GEN_TOKS
 from tunebook.evaluate.task_files import Task, refuse_code, runs_code
-from tunebook.files import cache_root
+from tunebook.files import cache_root, sha256_text
 from tunebook.train.rank_process import hide_import_warnings
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
         config["doc_to_image"] = "images"
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", MAX_GEN_TOKS)
     check_prompt_lengths(prompts, settings.tokenizer, settings.max_length - max_gen_tokens)
-    file = cache / f"{task.name}-prompts.jsonl"
+    file = cache / f"{sha256_text(task.name)[:16]}-prompts.jsonl"  # a name may have slashes
     file.write_text("".join(json.dumps(item) + "\n" for item in items))
     return config | {
         "dataset_path": "json",

@@ -8,6 +8,7 @@ A suite is an evaluation group of the book, with its tasks, limit, examples and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,21 @@ def resolve_task(task: str) -> Task:
         return read_task_file(resolve_path(task))
     book_tasks = book_task_files()
     return read_task_file(book_tasks[task]) if task in book_tasks else Task(name=task)
+
+
+def resolve_tasks(tasks: Iterable[str]) -> list[Task]:
+    """Return the tasks of files and names. Raises: RequestError, also for two of one name: results are kept by it."""
+    resolved = [resolve_task(task) for task in tasks]
+    by_name = {task.name: task for task in resolved}
+    for task in resolved:
+        if (other := by_name[task.name]).file != task.file:
+            places = (f"{file or 'lm-evaluation-harness'}" for file in (task.file, other.file))
+            raise RequestError(
+                f"evaluation.tasks: two tasks are called '{task.name}', of {' and '.join(places)}, and their results "
+                "would replace each other; write another name behind 'task:' in one of the files",
+                problem_id="task-name-taken",
+            )
+    return resolved
 
 
 def read_task_file(file: Path) -> Task:

@@ -27,7 +27,7 @@ from tunebook.evaluate.evaluation import Evaluation, evaluate
 from tunebook.evaluate.harness import prepare_environment
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.results import AFTER
-from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.task_files import resolve_tasks
 from tunebook.evaluate.trained_model import uses_gpu
 from tunebook.model.adapters import holds_model
 from tunebook.processes import die_with_parent, ending, free_port
@@ -122,6 +122,6 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
-        tasks=[resolve_task(task) for task in config.evaluation.tasks],
+        tasks=resolve_tasks(config.evaluation.tasks),
         trained=origin_of(run) if (run / RUN_FILE).is_file() else read_origin(model) if model is not None else None,
     )

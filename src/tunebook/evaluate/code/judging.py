@@ -26,13 +26,13 @@ from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
 from tunebook.evaluate.results import mean_with_error
 from tunebook.evaluate.sandbox.run import LIMITS, version
 from tunebook.evaluate.sandbox.start import Program, Status, open_sandbox, run_programs
-from tunebook.evaluate.task_files import Task, resolve_task
+from tunebook.evaluate.task_files import Task, resolve_tasks
 from tunebook.files import atomic_write_text
 
 
 def check_code(tasks: Iterable[str]) -> None:
     """Refuse code tasks that cannot be executed here. Raises: RequestError."""
-    require_sandbox(map(resolve_task, tasks))
+    require_sandbox(resolve_tasks(tasks))
 
 
 def require_sandbox(tasks: Iterable[Task]) -> None:
