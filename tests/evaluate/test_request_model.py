@@ -13,6 +13,7 @@ from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
@@ -153,6 +154,16 @@ def test_a_batch_goes_down_until_it_fits_and_the_answers_stay(
         assert answers == expected
     assert tried[0] == (size or 7)  # no more rows than requests
     assert tried[-1] <= model.batch_size == 2
+
+
+def test_a_request_that_does_not_fit_alone_says_what_to_do(
+    wrap: Callable[..., RequestModel], known_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = limit_memory(known_model, 0, monkeypatch)
+    with pytest.raises(DoesNotFitError) as raised:
+        wrap(5).loglikelihood(requests("loglikelihood", 7))
+    assert raised.value.problem_id == "request-does-not-fit"
+    assert tried[-1] == 1
 
 
 def test_sampled_answers_do_not_depend_on_the_number_of_attempts(

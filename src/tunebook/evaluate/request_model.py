@@ -25,6 +25,7 @@ from accelerate.utils import find_executable_batch_size, gather_object
 from lm_eval.models.huggingface import HFLM
 
 from tunebook.data.images import open_image, reference_to
+from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.harness import SEEDS, with_images
 from tunebook.files import atomic_write_text, read_json, sha256_text
 from tunebook.model.tokenizer import stop_ids
@@ -165,8 +166,19 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             torch.manual_seed(SEEDS["torch"])  # otherwise sampled answers would depend on the number of attempts
             return list(answer(list(requests), disable_tqdm=self._process > 0 or not sys.stderr.isatty()))
 
+        def smaller() -> int:
+            if self.batch_size_per_gpu == 1:
+                raise DoesNotFitError(
+                    f"a single request of {requests[0].task_name} does not fit in the free memory; end what else runs "
+                    "there (nvidia-smi lists it), take a larger GPU, or shorten its prompts or generation_kwargs."
+                    "max_gen_toks",
+                    problem_id="request-does-not-fit",
+                )
+            return int(self.batch_size_per_gpu * 0.9)
+
         largest = self._requested_size or (_LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU)
-        answers: list[Any] = find_executable_batch_size(attempt, starting_batch_size=min(largest, len(requests)))()
+        start = min(largest, len(requests))
+        answers: list[Any] = find_executable_batch_size(attempt, start, reduce_batch_size_fn=smaller)()
         return answers
 
     def _with_images(self, request: Instance) -> Instance:
