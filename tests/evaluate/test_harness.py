@@ -162,12 +162,18 @@ def test_a_prompt_that_would_be_truncated_is_refused(tmp_path: Path, run_model: 
     assert raised.value.problem_id == "heldout-too-long"
 
 
-def test_a_task_that_the_harness_refuses(tmp_path: Path, run_model: RequestModel) -> None:
+@pytest.mark.parametrize(
+    ("word", "typed", "problem_id"),
+    [("generate_until", "generate_unti", "task-file"), ("exact_match", "exactmatch", "unknown-metric")],
+)
+def test_a_task_that_the_harness_cannot_run(
+    word: str, typed: str, problem_id: str, tmp_path: Path, run_model: RequestModel
+) -> None:
     file = exact_match_task(tmp_path, HELD_OUT)
-    file.write_text(file.read_text().replace("generate_until", "generate_unti"))
+    file.write_text(file.read_text().replace(word, typed))
     with pytest.raises(RequestError) as raised:
         load_tasks([read_task_file(file)], tmp_path, settings(run_model))
-    assert raised.value.problem_id == "task-file"
+    assert raised.value.problem_id == problem_id
 
 
 def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -163,6 +163,8 @@ def _load(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str
             loaded = _harness_index().load([task.name])
         else:
             loaded = TaskManager(include_defaults=False).load([_task_settings(task, cache, settings)])
+            for child in loaded["tasks"].values():
+                _require_metrics(task, child)
     except TunebookError:
         raise
     except Exception as error:  # a task's own functions and templates may raise anything
@@ -176,6 +178,21 @@ def _load(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str
             problem_id="task-with-media",
         )
     return dict(loaded)
+
+
+def _require_metrics(task: Task, loaded: Any) -> None:
+    """Refuse metrics that the harness would call as None. Raises: RequestError."""
+    from lm_eval.api.registry import metric_registry
+
+    metrics = {} if loaded.config.process_results is not None else loaded._metric_fn_list
+    for name, function in metrics.items():
+        if function is None:
+            raise RequestError(
+                f"{task.file}: metric_list: lm-evaluation-harness has no metric '{name}'."
+                f"{did_you_mean(name, metric_registry.keys())} In metric_list type exact_match for generate_until, and "
+                "acc for multiple_choice",
+                problem_id="unknown-metric",
+            )
 
 
 def _load_error(task: Task, error: Exception) -> RequestError:
