@@ -80,6 +80,15 @@ def test_a_score_may_be_three_standard_errors_off(evidence: Path, make_run: Make
     assert rows_of(make_run(score=0.868))[SCORE].verdict is Verdict.different
 
 
+def test_a_score_of_other_items_is_a_difference(evidence: Path, make_run: MakeRun) -> None:
+    """As of another file of held-out conversations, whose name is the same."""
+    run = make_run()
+    file = run / "evaluation" / "after.json"
+    file.write_text(file.read_text().replace('"num_items": 256', '"num_items": 255'))
+    row = rows_of(run)[SCORE]
+    assert (row.verdict, row.reason) == (Verdict.different, "num_items is 255, recorded with 256")
+
+
 @pytest.mark.parametrize(("numbers", "name"), [({"speed": 900.0}, SPEED), ({"memory": 2.1}, MEMORY)])
 def test_on_the_same_gpus_speed_and_memory_are_judged(
     on_gpus: Path, make_run: MakeRun, numbers: dict[str, float], name: str

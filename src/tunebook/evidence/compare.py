@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.text import Text
 from tunebook.config.identity import changed_settings, flat_differences
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.evidence.gather import RunFacts, training_overrides
-from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Target, Tolerance
+from tunebook.evidence.schema import Evidence, Hardware, Inputs, Repeat, Score, Target, Tolerance
 from tunebook.evidence.target import describe_target, progress_of, reached_text, recorded_text
 from tunebook.evidence.tolerances import (
     FIRST_LOSS,
@@ -180,8 +180,8 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
         _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), caveat),
     ]
     for task in expected.scores | measured.scores:
-        first, other = (side.scores[task].value if task in side.scores else None for side in (expected, measured))
-        rows.append(_row(task, first, other, limits.get(score_key(task))))
+        first, other = expected.scores.get(task), measured.scores.get(task)
+        rows.append(_score_row(task, first, other, limits.get(score_key(task))))
     if FIRST_LOSS in limits and run.results.steps[0] == 1:
         rows.insert(0, _row("first loss", expected.losses[0], measured.losses[0], limits[FIRST_LOSS]))
     rows = [row for row in rows if row.expected is not None or row.measured is not None]
@@ -235,6 +235,17 @@ def _row(
         return Row(name=name, **numbers, verdict=Verdict.shown, reason=caveat or "the recorded runs differ too much")
     verdict = Verdict.same if difference <= tolerance.value else Verdict.different
     return Row(name=name, **numbers, tolerance=tolerance.value, verdict=verdict, reason=tolerance.how)
+
+
+def _score_row(task: str, expected: Score | None, measured: Score | None, tolerance: Tolerance | None) -> Row:
+    """Judge a score. One of other items, as of another file of conversations under the same name, is a difference."""
+    first, other = (None if score is None else score.value for score in (expected, measured))
+    row = _row(task, first, other, tolerance)
+    if expected is None or measured is None:
+        return row
+    recorded, present = (score.model_dump(include={"metric", "num_items"}) for score in (expected, measured))
+    differing = flat_differences(recorded, present)
+    return replace(row, tolerance=None, verdict=Verdict.different, reason=named(differing)) if differing else row
 
 
 def _target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> Row:
