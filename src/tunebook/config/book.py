@@ -138,7 +138,8 @@ def recipe_file(name: str, named: list[Path]) -> Path:
         hub = f" For a model type model={name}, for data of the hub dataset=hub dataset.name={name}."
         hint = did_you_mean(name, recipes) or (hub if "/" in name else "")
         raise RequestError(
-            f"'{name}' is no recipe and no file or folder of data.{hint} `tunebook list` shows the recipes",
+            f"'{name}' is no recipe and no file or folder of data.{hint} `tunebook list` shows the recipes, and "
+            "--recipes-dir FOLDER adds yours",
             problem_id="unknown-recipe",
         )
     return recipes[name]
