@@ -117,6 +117,13 @@ def test_a_step_that_is_split_in_another_way_has_the_same_loss_but_no_comparable
     assert (rows[LOSS].verdict, rows[SPEED].verdict) == (Verdict.same, Verdict.shown)
 
 
+@pytest.mark.parametrize(("words", "is_said"), [([], False), (["packing.row_length=512"], True)])
+def test_the_dropout_of_another_split_is_named(words: list[str], is_said: bool, make_run: MakeRun) -> None:
+    first, second = make_run("peft=lora"), make_run("peft=lora", *words, losses=curve(1.1))
+    (row,) = [row for row in between(first, second).rows if row.name == LOSS]
+    assert (row.verdict, "peft.dropout=0.05" in row.reason) == (Verdict.different, is_said)
+
+
 def test_a_speed_whose_repetitions_are_far_apart_is_shown(make_run: MakeRun, record: Record) -> None:
     record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=2500.0))
     rows = rows_of(make_run(gpus=1, speed=10.0))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tunebook.config.choices import PeftMethod
 from tunebook.config.identity import changed_settings, flat_differences
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.evidence.gather import RunFacts, training_overrides
@@ -174,7 +175,7 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     speeds = (expected.tokens_per_second_per_gpu, measured.tokens_per_second_per_gpu)
     validation_limit = limits[LOSS].model_copy(update={"how": "the largest tolerance of the loss"})
     rows = [
-        _loss_row(claim, run, limits[LOSS]),
+        _loss_row(claim, run, limits[LOSS], is_computed_alike=not differing),
         _row("validation loss", expected.validation_loss, measured.validation_loss, validation_limit),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), caveat),
         _row("memory GiB", expected.memory_gib, measured.memory_gib, limits.get(MEMORY), caveat),
@@ -194,7 +195,7 @@ def compare(claim: Claim, run: RunFacts) -> Comparison:
     return Comparison(claim=claim, rows=rows)
 
 
-def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
+def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance, *, is_computed_alike: bool) -> Row:
     """Compare the losses at the steps that both logged. A run loses at most one logged step where it was killed."""
     expected, measured = (
         dict(zip(part.results.steps, part.results.losses, strict=True)) for part in (claim.recorded, run)
@@ -215,6 +216,9 @@ def _loss_row(claim: Claim, run: RunFacts, allowed: Tolerance) -> Row:
         steps = split_windows(shared)[worst]
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         reason += f"most in {where}; "
+        peft = run.config.peft
+        if peft.method is not PeftMethod.full and peft.dropout and not is_computed_alike:
+            reason += f"peft.dropout={peft.dropout:g} drops other inputs if a step is split otherwise; "
     last["tolerance"] = limits[worst]
     return Row(name="loss", **last, difference=found[worst], verdict=verdict, reason=reason + allowed.how)
 
