@@ -62,6 +62,7 @@ def test_a_run_that_failed_is_compared_as_far_as_it_came(make_run: MakeRun, loss
     assert "status.state" in text
     assert "ffffffffffff..." in text and "f" * 64 not in text
     assert ("steps that only one run logged: 31, 32, 33, 34 and 26 more" in text) == (len(losses) == 30)
+    assert ("has logged no finite loss" in text) == (len(losses) == 3)
 
 
 def test_a_run_stopped_between_two_logged_steps_differs_in_no_step(

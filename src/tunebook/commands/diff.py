@@ -14,6 +14,7 @@ from tunebook.config.identity import flat_differences
 from tunebook.evidence.compare import Difference, claim_of_run, compare
 from tunebook.evidence.gather import read_facts
 from tunebook.record.run_folder import resolve_run
+from tunebook.terminal import print_text
 
 # Keys of the manifest, with all keys below them, that differ between any two runs.
 _UNIQUE_KEYS = tuple(f"{key}." for key in (
@@ -39,9 +40,8 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
             if not f"{difference[0]}.".startswith(_UNIQUE_KEYS) and _HISTOGRAM not in difference[0]
         ],
     }
-    losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]
-    is_measured = all(any(loss is not None for loss in curve) for curve in losses)
-    results = compare(claim_of_run(one), other) if is_measured else None
+    unmeasured = [run for run in (one, other) if not any(loss is not None for _, loss in run.record.scheduled_losses())]
+    results = None if unmeasured else compare(claim_of_run(one), other)
     if as_json:
         content: dict[str, Any] = {
             section: [{"key": key, "values": [first, second]} for key, first, second in rows]
@@ -57,6 +57,8 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     if results is not None:
         console.print()
         results.print_rows(console, ("first run", "second run"))
+    for run in unmeasured:
+        print_text(f"results are not compared: {run.record.folder} has logged no finite loss", console)
     return 0
 
 
