@@ -177,7 +177,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", help="Examples before each item; if unset, the task's own.")
+        int | None, typer.Option("--num-fewshot", min=0, help="Examples before each item; if unset, the task's own.")
     ] = None,
     batch_size: Annotated[
         str | None, typer.Option("--batch-size", help="Requests computed at once, or auto: the most that fits.")
