@@ -234,16 +234,17 @@ def test_full_fine_tune_keeps_the_reference_and_resumes_to_the_digit(run, dpo, s
     assert np.isfinite(table).all()
 
 
-def test_cast_weights_have_a_reference_of_their_own():
-    """DeepSpeed rounds them, so their first loss would not be log 2 with the reference of a run in autocast."""
+def test_weights_that_compute_otherwise_have_a_reference_of_their_own():
+    """With another's, their first loss would not be log 2: DeepSpeed casts weights, and YaRN stretches positions."""
 
-    def key(**parallelism):
+    def key(yarn_factor=None, **parallelism):
         precision = {"compute": "bf16", "master_weights": "fp32", "fp8_scaling": "tensorwise"}
-        settings = {"precision": precision, "parallelism": parallelism}
+        positions = {"yarn_factor": yarn_factor, "yarn_original_positions": None}
+        settings = {"precision": precision, "parallelism": parallelism, "model": positions}
         identity = SimpleNamespace(settings=settings, model={"weights": "pretrained"})
         return ReferencePass(SimpleNamespace(saver=SimpleNamespace(identity=identity)), None)._key()
 
-    assert key(mixed_precision="cast") != key(mixed_precision="autocast") == key()
+    assert key(mixed_precision="cast") != key(mixed_precision="autocast") == key() != key(yarn_factor=4.0)
 
 
 def test_full_fine_tune_resumes_for_more_steps_over_other_pairs(run, dpo):

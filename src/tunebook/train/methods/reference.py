@@ -26,6 +26,7 @@ from tunebook.train.methods.trainer import Run
 
 _NUM_NAME_DIGITS = 16
 _PRECISION = ("compute", "master_weights", "fp8_scaling")
+_POSITIONS = ("yarn_factor", "yarn_original_positions")  # by which equal weights compute otherwise
 _AUTOCAST = MixedPrecision.autocast.name
 
 
@@ -83,8 +84,9 @@ class ReferencePass(TrainerCallback):
         identity = self.trainer.saver.identity
         precision = {name: identity.settings["precision"][name] for name in _PRECISION}
         precision["mixed_precision"] = identity.settings["parallelism"].get("mixed_precision", _AUTOCAST)
+        positions = {name: identity.settings["model"][name] for name in _POSITIONS}
         seed = identity.settings["training"]["seed"] if identity.model["weights"] == "random" else None
-        return sha256_text(json.dumps([identity.model, precision, seed], sort_keys=True))[:_NUM_NAME_DIGITS]
+        return sha256_text(json.dumps([identity.model, positions, precision, seed], sort_keys=True))[:_NUM_NAME_DIGITS]
 
     def _compute(self, part: PreparedPart) -> np.ndarray:
         """The table of all pairs, each computed by one rank."""
