@@ -130,6 +130,8 @@ def test_tools_and_system_prompts_are_of_both_sides() -> None:
         ({**FORMS["whole"], "prompt": [user("Ho")]}, "'chosen' begins with a turn of the user"),
         ({**TEXTS, "tools": [{"name": "f"}]}, "'tools' goes with turns"),
         ({**FORMS["messages"], "messages": [user("Hi"), assistant("Yo")]}, "'messages' ends with the answer"),
+        ({**FORMS["whole"], "conversations": FORMS["whole"]["chosen"]}, "ignore_keys=.conversations"),
+        ({**FORMS["sharegpt"], "prompt": [user("Hi")]}, "two places, prompt and conversations"),
         ({"prompt": "a", "chosen": "b"}, "its format is not known"),
     ],
 )

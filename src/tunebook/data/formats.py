@@ -280,9 +280,17 @@ def _from_pair(record: Record, account: KeyAccount, settings: FormatSettings) ->
     if "instruction" in keys:
         asked = _instruction_turns(record)
     elif not is_whole:
-        asked = [turn for key in keys for turn in read_turns(record[key], key, account, is_prompt=True)]
-        if keys == ["messages"] and asked[-1]["role"] == "assistant":
-            raise DocumentError("'messages' ends with the answer; end it before 'chosen' and 'rejected'")
+        if len(keys) > 1:
+            raise DocumentError(
+                f"the prompt is in two places, {' and '.join(keys)}; to keep the first type "
+                f"dataset.ignore_keys=[{keys[1]}]"
+            )
+        asked = read_turns(record[keys[0]], keys[0], account, is_prompt=True)
+        if keys != ["prompt"] and asked[-1]["role"] == "assistant":
+            raise DocumentError(
+                f"'{keys[0]}' ends with the answer; end it before 'chosen' and 'rejected', or, if these have the "
+                f"prompt too, type dataset.ignore_keys=[{keys[0]}]"
+            )
     before = _system_turns(record) + asked
     given = {key: _read_answer(record, key, account) for key in ("chosen", "rejected")}
     sides = [before + answer for answer in _without_prompt(asked, given)]
