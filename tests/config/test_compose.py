@@ -96,6 +96,7 @@ def test_a_choice_brings_its_own_keys():
         ("optimizer.learning_rate=1e-4,1e-5", "override-form", "tunebook sweep"),
         ("title=a, b", "override-form", "type 'title=\"a, b\"'"),
         ("+training.seed=1", "override-form", "type training.seed=1"),
+        ("+dataset.parts.a.path=a.jsonl", "override-form", "type dataset.parts.a.path=a.jsonl"),
         ("recipe=quickstart", "override-form", "tunebook train quickstart"),
         ("peft.target_modules=[q_proj", "override-form", "brackets"),
         ("=", "override-form", "key=value without spaces"),

@@ -127,7 +127,8 @@ def parse_override(text: str) -> Override:
     """
     key, has_value, value = text.partition("=")
     if text.startswith(("+", "~")):
-        own = text.lstrip("+") if key.lstrip("+") in all_keys() else "training.seed=1"
+        above = ".".join(key.lstrip("+").split(".")[:2])  # also of names that are the user's: dataset.parts.NAME.path
+        own = text.lstrip("+") if above in all_keys() else "training.seed=1"
         raise _wrong_form(text, instead_of(key.strip("+~"), value) or f"settings are not added or removed: type {own}")
     if not (key and has_value):
         message = "a setting is typed key=value without spaces, such as training.seed=1"
