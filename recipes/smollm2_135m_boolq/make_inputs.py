@@ -25,6 +25,7 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -198,7 +199,7 @@ def make_inputs(folder: Path, *, gemma: bool) -> None:
     task = {
         "task": "boolq_local",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"validation": str(folder / "boolq" / "validation.jsonl")}},
+        "dataset_kwargs": {"data_files": {"validation": "validation.jsonl"}},
         "validation_split": "validation",
         "output_type": "multiple_choice",
         "doc_to_text": "{{passage}}\nQuestion: {{question}}?\nAnswer:",
@@ -210,7 +211,7 @@ def make_inputs(folder: Path, *, gemma: bool) -> None:
     train, heldout = tool_calls(packages["llamafactory"])
     write_lines(folder / "tool_calls" / "train.jsonl", train)
     write_lines(folder / "tool_calls" / "heldout.jsonl", heldout)
-    task = {"include": str(CALLS), "metadata": {"conversations": "heldout.jsonl"}}
+    task = {"include": os.path.relpath(CALLS, folder / "tool_calls"), "metadata": {"conversations": "heldout.jsonl"}}
     write_task(folder / "tool_calls" / "calls.yaml", task)
     write_lines(folder / "preferences" / "pairs.jsonl", demo(packages["llamafactory"], "dpo_en_demo.json"))
     write_photos(packages["llamafactory"], folder / "photos")

@@ -77,7 +77,7 @@ def test_a_task_without_data_is_refused_before_a_model_is_loaded(
     run = known_run([file, task_file("choice")])
     assert worker.main(["--run", str(run), "--when", "before"]) == 2
     assert list((run / "evaluation").iterdir()) == []
-    assert "evaluation: the data of task" in capfd.readouterr().err
+    assert "dataset_kwargs.data_files: no file" in capfd.readouterr().err
 
 
 def test_the_context_of_the_model_is_known_before_it_is_loaded(known_run: KnownRun) -> None:

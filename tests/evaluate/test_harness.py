@@ -176,6 +176,28 @@ def test_a_task_that_the_harness_cannot_run(
     assert raised.value.problem_id == problem_id
 
 
+def test_data_files_are_taken_from_beside_the_task_wherever_the_command_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for file in (tmp_path / "rows.jsonl", Path("here.jsonl")):
+        file.write_text(json.dumps({"question": file.name, "right": 0}) + "\n")
+    task = {"output_type": "multiple_choice", "doc_to_text": "question", "doc_to_target": "right"}
+    task |= {"task": "rows", "dataset_path": "json", "test_split": "test", "doc_to_choice": ["a", "b"]}
+
+    def load(files: object) -> list[str]:
+        own = {"dataset_kwargs": {"data_files": {"test": files}, "cache_dir": str(tmp_path / "cache")}}
+        (tmp_path / "task.yaml").write_text(json.dumps(task | own))
+        (loaded,) = load_tasks([read_task_file(tmp_path / "task.yaml")], tmp_path)
+        return [row["question"] for row in loaded.content["tasks"]["rows"].test_docs()]
+
+    assert load("rows.jsonl") == ["rows.jsonl"]
+    assert load(["rows.jsonl", "here.jsonl"]) == ["rows.jsonl", "here.jsonl"]
+    with pytest.raises(RequestError, match=r"no file .*missing\.jsonl; type a path from the task's folder"):
+        load("missing.jsonl")
+
+
 def test_only_the_last_turn_is_the_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     turns = ("human", "Reverse: a b"), ("gpt", "b a"), ("human", "And: c d"), ("gpt", "d c")
     items, _ = render_conversations(write_conversations(tmp_path, sharegpt(*turns, task="again")), None, tokenizer)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,7 @@ SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harn
 GROUP_KEY = "task"  # key next to a conversation in its file: the group that its score counts for
 _NO_CACHE = "Couldn't find cache"  # message of `datasets` if it has only another configuration of the data
 _HUB_TIMEOUT_S = 5.0
+_FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`: a `dataset_path` that is no data set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +224,14 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
     """Return the settings of a task file as the harness loads them, with the data that belongs to this evaluation."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
+    assert task.file is not None
     config: dict[str, Any] = load_yaml(task.file)
     if task.code is not None:
         return config | task.code.harness_keys(cache)
     if task.conversations is None:
+        arguments = config.get("dataset_kwargs") or {}
+        if config.get("dataset_path") in _FILE_FORMATS and "data_files" in arguments:
+            config["dataset_kwargs"] = arguments | {"data_files": _data_files(arguments["data_files"], task.file)}
         return config
     assert settings is not None
     items, prompts = render_conversations(
@@ -254,6 +260,25 @@ def _task_settings(task: Task, cache: Path, settings: HarnessSettings | None) ->
         "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": str(cache)},
     }
+
+
+def _data_files(files: Any, task_file: Path) -> Any:
+    """Return a task's data files, where those beside its file are taken from there; else the working directory's.
+
+    Raises: RequestError for a file in neither.
+    """
+    if isinstance(files, Mapping):
+        return {split: _data_files(each, task_file) for split, each in files.items()}
+    if isinstance(files, list):
+        return [_data_files(each, task_file) for each in files]
+    if (beside := task_file.parent / files).is_file():
+        return str(beside)
+    if "://" in files or has_magic(files) or Path(files).is_file():
+        return files
+    raise RequestError(
+        f"{task_file}: dataset_kwargs.data_files: no file {beside}; type a path from the task's folder",
+        problem_id="task-file",
+    )
 
 
 def with_images(
