@@ -193,6 +193,7 @@ def test_data_files_are_taken_from_beside_the_task_wherever_the_command_is_typed
         return [row["question"] for row in loaded.content["tasks"]["rows"].test_docs()]
 
     assert load("rows.jsonl") == ["rows.jsonl"]
+    assert load("row*.jsonl") == ["rows.jsonl"]
     assert load(["rows.jsonl", "here.jsonl"]) == ["rows.jsonl", "here.jsonl"]
     with pytest.raises(RequestError, match=r"no file .*missing\.jsonl; type a path from the task's folder"):
         load("missing.jsonl")

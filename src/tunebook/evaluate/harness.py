@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -271,10 +270,12 @@ def _data_files(files: Any, task_file: Path) -> Any:
         return {split: _data_files(each, task_file) for split, each in files.items()}
     if isinstance(files, list):
         return [_data_files(each, task_file) for each in files]
-    if (beside := task_file.parent / files).is_file():
-        return str(beside)
-    if "://" in files or has_magic(files) or Path(files).is_file():
+    if "://" in files:
         return files
+    beside = task_file.parent / files
+    for place in (beside, Path(files)):
+        if any(place.parent.glob(place.name)):
+            return str(place)
     raise RequestError(
         f"{task_file}: dataset_kwargs.data_files: no file {beside}; type a path from the task's folder",
         problem_id="task-file",

@@ -37,7 +37,7 @@ from tunebook.terminal import print_text
 Difference = tuple[str, Any, Any]  # the key, the value of the first (recorded) and that of the other run
 
 # How a step is split over GPUs and memory, and which kernels compute it. Tests prove that the loss does not depend on
-# them.
+# them, but for dropout: another split drops other inputs.
 _SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
     "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
