@@ -164,7 +164,11 @@ def test_a_prompt_that_would_be_truncated_is_refused(tmp_path: Path, run_model: 
 
 @pytest.mark.parametrize(
     ("word", "typed", "problem_id"),
-    [("generate_until", "generate_unti", "task-file"), ("exact_match", "exactmatch", "unknown-metric")],
+    [
+        ("generate_until", "generate_unti", "task-file"),
+        ("exact_match", "exactmatch", "unknown-metric"),
+        ("exact_match, aggregation: mean, higher_is_better: true", "exactmatch", "unknown-metric"),
+    ],
 )
 def test_a_task_that_the_harness_cannot_run(
     word: str, typed: str, problem_id: str, tmp_path: Path, run_model: RequestModel

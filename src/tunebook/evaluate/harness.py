@@ -163,9 +163,9 @@ def _load(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str
                 raise refuse_code(task.name)
             loaded = _harness_index().load([task.name])
         else:
-            loaded = TaskManager(include_defaults=False).load([_task_settings(task, cache, settings)])
-            for child in loaded["tasks"].values():
-                _require_metrics(task, child)
+            written = _task_settings(task, cache, settings)
+            _require_metrics(task, written)
+            loaded = TaskManager(include_defaults=False).load([written])
     except TunebookError:
         raise
     except Exception as error:  # a task's own functions and templates may raise anything
@@ -181,13 +181,15 @@ def _load(task: Task, cache: Path, settings: HarnessSettings | None) -> dict[str
     return dict(loaded)
 
 
-def _require_metrics(task: Task, loaded: Any) -> None:
+def _require_metrics(task: Task, written: dict[str, Any]) -> None:
     """Refuse metrics that the harness would call as None. Raises: RequestError."""
-    from lm_eval.api.registry import metric_registry
+    from lm_eval.api.registry import get_metric, metric_registry
 
-    metrics = {} if loaded.config.process_results is not None else loaded._metric_fn_list
-    for name, function in metrics.items():
-        if function is None:
+    if written.get("process_results") is not None:
+        return
+    for entry in written.get("metric_list") or ():
+        name = entry.get("metric")
+        if isinstance(name, str) and get_metric(name, entry.get("hf_evaluate") is True) is None:
             raise RequestError(
                 f"{task.file}: metric_list: lm-evaluation-harness has no metric '{name}'."
                 f"{did_you_mean(name, metric_registry.keys())} In metric_list type exact_match for generate_until, and "
