@@ -115,7 +115,10 @@ MASKED = PLAIN | {"attention__implementation": Attention.sdpa}
         ({"packing__row_length": 2048} | spread(Strategy.fsdp), {"factor": 0.9, "tokens": 2048, "host": 1.3}),
         ({"activation__offload": True}, {"factor": 0.2}),
         ({"parallelism": ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)}, {"update": 1e-9}),
-        ({"parallelism": ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme)}, {"update": 15e-9, "host": 4}),
+        (
+            {"parallelism": ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme)},
+            {"update": 15e-9, "host": 4},
+        ),
     ],
 )
 def test_the_speed_by_hand(changes: dict[str, Any], expected: dict[str, float]) -> None:
