@@ -112,6 +112,7 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         lines.sort(key=lambda line: line["step"])  # stable: a step's training line comes first
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         task = {"metric": "exact_match", "value": score, "stderr": 0.01, "num_items": 256, "groups": {}}
+        task["items_sha256"] = "of the 256"
         (folder / "evaluation").mkdir()
         (folder / "evaluation" / "after.json").write_text(json.dumps({"when": "after", "tasks": {"words": task}}))
         return folder

@@ -80,13 +80,22 @@ def test_a_score_may_be_three_standard_errors_off(evidence: Path, make_run: Make
     assert rows_of(make_run(score=0.868))[SCORE].verdict is Verdict.different
 
 
-def test_a_score_of_other_items_is_a_difference(evidence: Path, make_run: MakeRun) -> None:
+@pytest.mark.parametrize(
+    ("recorded", "measured", "reason"),
+    [
+        ('"num_items": 256', '"num_items": 255', "num_items is 255, recorded with 256"),
+        ("of the 256", "of others", "items_sha256 is of others, recorded with of the 256"),
+    ],
+)
+def test_a_score_of_other_items_is_a_difference(
+    evidence: Path, make_run: MakeRun, recorded: str, measured: str, reason: str
+) -> None:
     """As of another file of held-out conversations, whose name is the same."""
     run = make_run()
     file = run / "evaluation" / "after.json"
-    file.write_text(file.read_text().replace('"num_items": 256', '"num_items": 255'))
+    file.write_text(file.read_text().replace(recorded, measured))
     row = rows_of(run)[SCORE]
-    assert (row.verdict, row.reason) == (Verdict.different, "num_items is 255, recorded with 256")
+    assert (row.verdict, row.reason) == (Verdict.different, reason)
 
 
 @pytest.mark.parametrize(("numbers", "name"), [({"speed": 900.0}, SPEED), ({"memory": 2.1}, MEMORY)])

@@ -247,7 +247,8 @@ def _score_row(task: str, expected: Score | None, measured: Score | None, tolera
     row = _row(task, first, other, tolerance)
     if expected is None or measured is None:
         return row
-    recorded, present = (score.model_dump(include={"metric", "num_items"}) for score in (expected, measured))
+    keys = {"metric", "num_items"} | ({"items_sha256"} if expected.items_sha256 is not None else set())
+    recorded, present = (score.model_dump(include=keys) for score in (expected, measured))
     differing = flat_differences(recorded, present)
     return replace(row, tolerance=None, verdict=Verdict.different, reason=named(differing)) if differing else row
 

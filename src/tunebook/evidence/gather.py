@@ -229,7 +229,7 @@ def _score(record: RunRecord, name: str, task: Mapping[str, Any]) -> Score:
         clean = counts["scores"].get("clean") or {}
         kinds = {key: counts[key] for key in ("num_items", *(f"num_{kind}" for kind in (*KINDS, "clean")))}
         contamination = kinds | {"value": clean.get("value"), "stderr": clean.get("stderr")}
-    keys = ("metric", "value", "stderr", "num_items")
+    keys = ("metric", "value", "stderr", "num_items", "items_sha256")
     return Score(**{key: task[key] for key in keys}, contamination=contamination)
 
 

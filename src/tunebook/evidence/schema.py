@@ -123,6 +123,7 @@ class Score(Section):
     value: float
     stderr: float | None
     num_items: int
+    items_sha256: str | None = None  # of the items in their order; None in older evidence
     contamination: dict[str, int | float | None] | None = None  # counts of items, and the score on the clean ones
 
 
