@@ -168,6 +168,13 @@ def test_the_peak_is_that_of_the_gpu_which_is_there() -> None:
     assert part.assumption == "not estimated: no peak is known for NVIDIA A100-SXM4-80GB MIG 1g.10gb in bf16"
 
 
+def test_adapters_over_a_base_on_nvme_have_no_estimate() -> None:
+    nvme = ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme)
+    time = timed(qwen_3b(parallelism=nvme, peft__method=PeftMethod.lora))
+    assert time.tokens_per_second is None
+    assert time.assumption == "not estimated: adapters over a base on NVMe were never measured"
+
+
 def test_padding_is_computed_and_does_not_count() -> None:
     padded = qwen_3b(**PLAIN, packing__mode=PackingMode.padded, training__micro_batch_size=2)
     real = 0.75 * 2 * 16_384

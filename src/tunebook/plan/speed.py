@@ -105,6 +105,8 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
     if share is None:
         unknown = f"no {kind} model was measured with peft={config.peft.method.name} in {number_format}"
         return TimePlan(tokens=tokens, assumption=f"not estimated: {unknown}")
+    if uses_nvme(config) and config.peft.method is not PeftMethod.full:
+        return TimePlan(tokens=tokens, assumption="not estimated: adapters over a base on NVMe were never measured")
     factors = [*_factors(config, batch)]
     of_text = _seconds_per_token(config, batch, facts, share, peak) / math.prod(factor for factor, _ in factors)
     busy = _busy(config, batch, facts, of_text)
