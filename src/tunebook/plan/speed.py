@@ -63,7 +63,7 @@ TOWER_SHARE = 0.2  # of towers for images: Gemma 3 4B's, h200_images.jsonl
 PASS_SECONDS, LAYER_SECONDS = 0.015, 0.0025
 UPDATE_SECONDS = 20e-12  # of each trained parameter in a step: gradients are summed, the optimizer reads and writes
 # Of each parameter that a rank updates, if its states are in host memory or on NVMe. With 16 CPU cores for each GPU,
-# full fine-tunes took 0.7 to 3 ns, and 14 ns on the one disk that was tried (h200_offload.jsonl, h200x2_recipes.jsonl).
+# full fine-tunes took 0.7 to 3 ns, and 14 ns with one disk (h200_offload, h200x2_host_memory, h200x2_recipes).
 HOST_UPDATE_SECONDS, NVME_UPDATE_SECONDS = 1e-9, 15e-9
 _WORTH_SAYING = 0.05
 UNKNOWN_PADDING = 0.5  # of padded rows before the documents' lengths are known (h200_qwen05b_single.jsonl)
